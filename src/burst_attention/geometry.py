@@ -1,0 +1,301 @@
+"""Integer geometry of attention: runs of positions, bands of allowed pairs, and the pieces where they meet.
+
+A **run** is positions start, start + stride, ...; a shard is a few runs. A **band** is a set of (query, key)
+pairs with i in [i0, i1), j in [j0, j1) and low <= i - j < high; every mask is a few disjoint bands. A **piece** is
+a band seen from inside one query run and one key run, in local rows, which is what a kernel is asked to compute:
+
+    causal band, queries 4..7, keys 2..5        the piece: 4 x 4, -2 <= x - y
+        j  2 3 4 5                                  y  0 1 2 3
+    i 4    # # # .                              x 0    # # # .
+      5    # # # #                                1    # # # #
+      6    # # # #                                2    # # # #
+      7    # # # #                                3    # # # #
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+UNBOUNDED = 1 << 62
+
+Rows = tuple[tuple[int, int], ...]
+"""Sorted, disjoint, non-touching ranges [first, last) of local rows."""
+
+
+class Run(NamedTuple):
+    """Positions start, start + stride, ..., count of them."""
+
+    start: int
+    stride: int
+    count: int
+
+    @property
+    def last(self) -> int:
+        return self.start + self.stride * (self.count - 1)
+
+
+class Band(NamedTuple):
+    """Pairs with i in [i0, i1), j in [j0, j1), low <= i - j < high."""
+
+    i0: int
+    i1: int
+    j0: int
+    j1: int
+    low: int = -UNBOUNDED
+    high: int = UNBOUNDED
+
+
+class Piece(NamedTuple):
+    """A rectangle of local rows with the pairs low <= q_stride * x - k_stride * y < high in it.
+
+    x and y count from the rectangle's corner (q_first, k_first). `low` and `high` are clipped to what the
+    rectangle can reach, so equal pieces compare equal and a full one is recognised by its bounds.
+    """
+
+    q_first: int
+    q_count: int
+    k_first: int
+    k_count: int
+    low: int
+    high: int
+    q_stride: int = 1
+    k_stride: int = 1
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every pair of the rectangle is allowed."""
+        return self.low <= -self.k_stride * (self.k_count - 1) and self.high > self.q_stride * (self.q_count - 1)
+
+    @property
+    def is_lower(self) -> bool:
+        """Whether only `low` binds, on unit strides: a triangle or trapezoid below a diagonal."""
+        return self.q_stride == self.k_stride == 1 and self.high > self.q_count - 1
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the pairs are exactly y <= x, as a kernel's causal flag counts them."""
+        return self.is_lower and self.low == 0
+
+    def key_range(self, x: int) -> tuple[int, int]:
+        """The keys [first, last) that row x of the rectangle may see."""
+        first = (self.q_stride * x - self.high) // self.k_stride + 1
+        last = (self.q_stride * x - self.low) // self.k_stride + 1
+        return max(first, 0), min(last, self.k_count)
+
+    @property
+    def pairs(self) -> int:
+        """How many (query, key) pairs are allowed."""
+        return _pairs_below(self, self.low) - _pairs_below(self, self.high)
+
+    def crop(self, q0: int, q1: int, k0: int, k1: int) -> Piece | None:
+        """The part with local query rows in [q0, q1) and key rows in [k0, k1), or None when it is empty."""
+        q_first, k_first = max(q0, self.q_first), max(k0, self.k_first)
+        q_last = min(q1, self.q_first + self.q_count)
+        k_last = min(k1, self.k_first + self.k_count)
+        shift = self.q_stride * (q_first - self.q_first) - self.k_stride * (k_first - self.k_first)
+        return make_piece(
+            q_first, q_last - q_first, k_first, k_last - k_first,
+            self.low - shift, self.high - shift, self.q_stride, self.k_stride,
+        )  # fmt: skip
+
+
+def _pairs_below(piece: Piece, low: int) -> int:
+    """Pairs of the rectangle with q_stride * x - k_stride * y >= low.
+
+    Row x has floor((q_stride * x - low) / k_stride) + 1 of them, clamped to [0, k_count].
+    """
+    rows, cols, q_stride, k_stride = piece.q_count, piece.k_count, piece.q_stride, piece.k_stride
+    first = min(max(-(-low // q_stride), 0), rows)
+    full = min(max(-(-(low + k_stride * (cols - 1)) // q_stride), first), rows)
+    growing = floor_sum(full - first, q_stride, q_stride * first - low, k_stride) + full - first
+    return growing + (rows - full) * cols
+
+
+def floor_sum(count: int, step: int, offset: int, divisor: int) -> int:
+    """Sum of floor((step * i + offset) / divisor) for i in [0, count), in logarithmic time.
+
+    Whole multiples of the divisor come out as a series; what is left counts lattice points under a line of slope
+    below one, which is the same count with rows and columns exchanged.
+    """
+    if count <= 0:
+        return 0
+    whole = count * (count - 1) // 2 * (step // divisor) + count * (offset // divisor)
+    step, offset = step % divisor, offset % divisor
+    top = step * count + offset
+    return whole + floor_sum(top // divisor, divisor, top % divisor, step) if top >= divisor else whole
+
+
+def make_piece(
+    q_first: int, q_count: int, k_first: int, k_count: int, low: int, high: int, q_stride: int = 1, k_stride: int = 1
+) -> Piece | None:
+    """Shrink a rectangle to the rows and keys that its band reaches; None when it reaches none.
+
+    Equal strides are divided out, so striped shards give unit-stride pieces.
+    """
+    if q_stride == k_stride and q_stride > 1:
+        low, high = -(-low // q_stride), -(-high // q_stride)
+        q_stride = k_stride = 1
+    if q_count <= 0 or k_count <= 0 or high <= low:
+        return None
+    # The rows that reach a key of the whole rectangle, and the keys that reach a row of it.
+    x0 = max(0, -(-low // q_stride))
+    x1 = min(q_count, (high - 1 + k_stride * (k_count - 1)) // q_stride + 1)
+    y0 = max(0, -((high - 1) // k_stride))
+    y1 = min(k_count, (q_stride * (q_count - 1) - low) // k_stride + 1)
+    if x1 <= x0 or y1 <= y0:
+        return None
+    shift = q_stride * x0 - k_stride * y0
+    rows, cols = x1 - x0, y1 - y0
+    low = max(low - shift, -k_stride * (cols - 1))
+    high = min(high - shift, q_stride * (rows - 1) + 1)
+    if high <= low:
+        return None
+    piece = Piece(q_first + x0, rows, k_first + y0, cols, low, high, q_stride, k_stride)
+    if not (q_stride == k_stride == 1) and piece.pairs == 0:
+        return None
+    return piece
+
+
+def cut(band: Band, q_run: Run, q_first: int, k_run: Run, k_first: int) -> Piece | None:
+    """The part of a band inside a query run and a key run whose local rows start at q_first and k_first."""
+    x0, x1 = _index_range(q_run, band.i0, band.i1)
+    y0, y1 = _index_range(k_run, band.j0, band.j1)
+    if x0 >= x1 or y0 >= y1:
+        return None
+    shift = (q_run.start + q_run.stride * x0) - (k_run.start + k_run.stride * y0)
+    return make_piece(
+        q_first + x0, x1 - x0, k_first + y0, y1 - y0,
+        band.low - shift, band.high - shift, q_run.stride, k_run.stride,
+    )  # fmt: skip
+
+
+def _index_range(run: Run, first: int, last: int) -> tuple[int, int]:
+    """Indices into the run whose positions lie in [first, last)."""
+    low = max(0, -(-(first - run.start) // run.stride))
+    high = min(run.count, -(-(last - run.start) // run.stride))
+    return low, high
+
+
+def tighten(band: Band) -> Band | None:
+    """The same pairs with every bound as tight as the others allow, or None when there are none."""
+    i0, i1, j0, j1, low, high = band
+    low, high = max(low, i0 - j1 + 1), min(high, i1 - j0)
+    i0, i1 = max(i0, j0 + low), min(i1, j1 + high - 1)
+    j0, j1 = max(j0, i0 - high + 1), min(j1, i1 - low)
+    if i0 >= i1 or j0 >= j1 or low >= high:
+        return None
+    return Band(i0, i1, j0, j1, low, high)
+
+
+def intersect(a: Band, b: Band) -> Band | None:
+    """Pairs in both bands."""
+    if a.i0 >= b.i1 or b.i0 >= a.i1 or a.j0 >= b.j1 or b.j0 >= a.j1:
+        return None
+    return tighten(
+        Band(
+            max(a.i0, b.i0), min(a.i1, b.i1), max(a.j0, b.j0), min(a.j1, b.j1),
+            max(a.low, b.low), min(a.high, b.high),
+        )
+    )  # fmt: skip
+
+
+def subtract(a: Band, b: Band) -> list[Band]:
+    """Pairs of a that are not in b, as disjoint bands: above, below, left, right, and either side of the diagonal."""
+    if intersect(a, b) is None:
+        return [a]
+    i0, i1 = max(a.i0, b.i0), min(a.i1, b.i1)
+    j0, j1 = max(a.j0, b.j0), min(a.j1, b.j1)
+    parts = (
+        Band(a.i0, b.i0, a.j0, a.j1, a.low, a.high),
+        Band(b.i1, a.i1, a.j0, a.j1, a.low, a.high),
+        Band(i0, i1, a.j0, b.j0, a.low, a.high),
+        Band(i0, i1, b.j1, a.j1, a.low, a.high),
+        Band(i0, i1, j0, j1, a.low, b.low),
+        Band(i0, i1, j0, j1, max(a.low, b.high), a.high),
+    )
+    return [tight for part in parts if part.i0 < part.i1 and part.j0 < part.j1 and (tight := tighten(part))]
+
+
+def unite_rows(ranges: Iterable[tuple[int, int]]) -> Rows:
+    """Sort ranges and join those that overlap or touch."""
+    united: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if first >= last:
+            continue
+        if united and first <= united[-1][1]:
+            united[-1] = (united[-1][0], max(united[-1][1], last))
+        else:
+            united.append((first, last))
+    return tuple(united)
+
+
+def count_rows(rows: Rows) -> int:
+    """How many rows the ranges hold."""
+    return sum(last - first for first, last in rows)
+
+
+def contains_rows(outer: Rows, inner: Rows) -> bool:
+    """Whether every row of inner is in outer."""
+    return unite_rows((*outer, *inner)) == outer
+
+
+def row_offset(rows: Rows, first: int) -> int:
+    """Where local row `first` lies in a buffer that holds exactly `rows`, one after the other."""
+    offset = 0
+    for low, high in rows:
+        if low <= first < high:
+            return offset + first - low
+        offset += high - low
+    raise AssertionError(f"row {first} is not among {rows}")
+
+
+def join_pieces(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Join full rectangles that touch, and a triangle that was cut along runs, into fewer and larger pieces.
+
+    Positions do not matter inside a full rectangle, so the two runs of a zigzag shard become one call.
+    """
+    full = [p for p in pieces if p.is_full]
+    banded = [p for p in pieces if not p.is_full]
+    full = _join_along(full, "q_first", "q_count", "k_first", "k_count")
+    full = _join_along(full, "k_first", "k_count", "q_first", "q_count")
+    joined = tuple(sorted(full + banded))
+    return _as_triangle(joined) or joined
+
+
+def _join_along(pieces: list[Piece], first: str, count: str, fixed_first: str, fixed_count: str) -> list[Piece]:
+    """Join full pieces that are neighbours along one side and equal on the other."""
+    ordered = sorted(pieces, key=lambda p: (getattr(p, fixed_first), getattr(p, fixed_count), getattr(p, first)))
+    joined: list[Piece] = []
+    for piece in ordered:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and getattr(last, fixed_first) == getattr(piece, fixed_first)
+            and getattr(last, fixed_count) == getattr(piece, fixed_count)
+            and getattr(last, first) + getattr(last, count) == getattr(piece, first)
+        ):
+            sides = {first: getattr(last, first), count: getattr(last, count) + getattr(piece, count)}
+            sides |= {fixed_first: getattr(last, fixed_first), fixed_count: getattr(last, fixed_count)}
+            joined[-1] = full_piece(**sides)
+        else:
+            joined.append(full_piece(piece.q_first, piece.q_count, piece.k_first, piece.k_count))
+    return joined
+
+
+def full_piece(q_first: int, q_count: int, k_first: int, k_count: int) -> Piece:
+    """A rectangle with every pair allowed."""
+    return Piece(q_first, q_count, k_first, k_count, -(k_count - 1), q_count)
+
+
+def _as_triangle(pieces: tuple[Piece, ...]) -> tuple[Piece, ...] | None:
+    """One causal piece when together these are exactly the rows' lower triangle, as on every diagonal block."""
+    if len(pieces) < 2 or any(p.q_stride != 1 or p.k_stride != 1 for p in pieces):
+        return None
+    first = min(p.q_first for p in pieces)
+    rows = max(p.q_first + p.q_count for p in pieces) - first
+    if any(p.q_first - p.k_first + p.low < 0 or p.k_first < first for p in pieces):
+        return None
+    if sum(p.pairs for p in pieces) != rows * (rows + 1) // 2:
+        return None
+    return (Piece(first, rows, first, rows, 0, rows),)

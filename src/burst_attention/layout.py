@@ -1,0 +1,288 @@
+"""Layouts: which global positions each rank holds, as a few runs (start, stride, count).
+
+Eight tokens on two ranks, each cell naming the rank that holds it:
+
+    contiguous  0 0 0 0 1 1 1 1      what torch.chunk gives
+    zigzag      0 0 1 1 1 1 0 0      rank r holds chunks r and 2W - 1 - r: equal causal work
+    striped     0 1 0 1 0 1 0 1      every W-th token
+    balanced    chosen for a mask, so that work per rank is near equal
+
+Any length works: shards may differ by a token, or be empty.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from burst_attention.geometry import Band, Run, cut
+from burst_attention.mask import Mask, mask_from_node
+
+LAYOUT_NAMES = ("contiguous", "zigzag", "striped")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each of `tokens` positions, counted from `start`, lives in a ring of `ring_size` ranks."""
+
+    name: str
+    tokens: int
+    ring_size: int
+    start: int = 0
+    mask: Mask | None = None
+
+    def __post_init__(self) -> None:
+        for field, value, least in (("tokens", self.tokens, 0), ("ring_size", self.ring_size, 1), ("start", self.start, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"Layout {field} must be a whole number of at least {least}, got {value!r}")
+
+    @classmethod
+    def contiguous(cls, tokens: int, ring_size: int, start: int = 0) -> Layout:
+        """One run per rank, as `torch.chunk` cuts: ceil(tokens / ring_size) each, the last ones shorter or empty."""
+        return cls("contiguous", tokens, ring_size, start)
+
+    @classmethod
+    def zigzag(cls, tokens: int, ring_size: int, start: int = 0) -> Layout:
+        """Chunks r and 2W - 1 - r on rank r, of 2W chunks whose lengths differ by at most one token."""
+        return cls("zigzag", tokens, ring_size, start)
+
+    @classmethod
+    def striped(cls, tokens: int, ring_size: int, start: int = 0) -> Layout:
+        """Tokens r, r + W, r + 2W, ... on rank r."""
+        return cls("striped", tokens, ring_size, start)
+
+    @classmethod
+    def balanced(cls, tokens: int, ring_size: int, mask: Mask, start: int = 0) -> Layout:
+        """Near-equal work on every rank for this mask, and shards that differ by few tokens."""
+        if not isinstance(mask, Mask):
+            raise ValueError(f"Layout.balanced needs a Mask to balance for, got {mask!r}; for full attention use full()")
+        mask.require_cover(start + tokens, start + tokens)
+        return cls("balanced", tokens, ring_size, start, mask)
+
+    @classmethod
+    def best(cls, tokens: int, ring_size: int, mask: Mask | None = None) -> Layout:
+        """Recommend a layout: the simplest whose work is within 2% of the most even one."""
+        mask = mask or Mask("full")
+        candidates = [cls(name, tokens, ring_size) for name in LAYOUT_NAMES]
+        candidates.append(cls.balanced(tokens, ring_size, mask))
+        uneven = [work_imbalance(layout, mask) for layout in candidates]
+        return next(layout for layout, value in zip(candidates, uneven, strict=True) if value <= min(uneven) + 0.02)
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read a layout back from its text, e.g. "zigzag(1000, 4)". Nothing is evaluated."""
+        try:
+            node = ast.parse(text.strip(), mode="eval").body
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.keywords:
+                raise ValueError("it is not of the form name(tokens, ring_size, start)")
+            name, args = node.func.id, list(node.args)
+            if name not in (*LAYOUT_NAMES, "balanced"):
+                raise ValueError(f"there is no layout {name!r}")
+            mask = mask_from_node(args.pop()) if name == "balanced" else None
+            return cls(name, *(ast.literal_eval(arg) for arg in args), mask=mask)
+        except (SyntaxError, ValueError, TypeError) as error:
+            raise ValueError(f"cannot read layout {text!r}: {error}") from None
+
+    def __str__(self) -> str:
+        start = f", {self.start}" if self.start or self.mask else ""
+        return f"{self.name}({self.tokens}, {self.ring_size}{start}{f', {self.mask}' if self.mask else ''})"
+
+    @property
+    def end(self) -> int:
+        """One past the last position."""
+        return self.start + self.tokens
+
+    def runs(self, rank: int) -> tuple[Run, ...]:
+        """The positions of a rank as runs, in the order its shard holds them."""
+        self._require_rank(rank)
+        return _all_runs(self)[rank]
+
+    def local_tokens(self, rank: int) -> int:
+        """How many tokens a rank holds."""
+        return sum(run.count for run in self.runs(rank))
+
+    def positions(self, rank: int) -> Tensor:
+        """(local_tokens,) int64: the global position of each token of a rank's shard."""
+        parts = [torch.arange(run.count) * run.stride + run.start for run in self.runs(rank)]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def shard(self, x: Tensor, rank: int, dim: int) -> Tensor:
+        """A rank's part of a whole tensor along `dim`; a view where one slice gives it."""
+        self._require_length(x, dim)
+        slices = []
+        for run in self.runs(rank):
+            index = [slice(None)] * x.dim()
+            first = run.start - self.start
+            index[dim] = slice(first, first + run.stride * (run.count - 1) + 1, run.stride)
+            slices.append(x[tuple(index)])
+        if not slices:
+            return x.narrow(dim, 0, 0)
+        return slices[0] if len(slices) == 1 else torch.cat(slices, dim)
+
+    def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
+        """The whole tensor from every rank's shard, in rank order."""
+        if len(shards) != self.ring_size:
+            raise ValueError(f"unshard needs {self.ring_size} shards, one per rank, got {len(shards)}")
+        for rank, shard in enumerate(shards):
+            if shard.size(dim) != self.local_tokens(rank):
+                raise ValueError(
+                    f"shard of rank {rank} has {shard.size(dim)} tokens along dim {dim}, "
+                    f"{self} gives it {self.local_tokens(rank)}"
+                )
+        joined = torch.cat(list(shards), dim)
+        order = torch.cat([self.positions(rank) for rank in range(self.ring_size)]) - self.start
+        return joined.index_select(dim, torch.argsort(order).to(joined.device))
+
+    def labels(
+        self, input_ids: Tensor, rank: int, documents: Sequence[int] | None = None, ignore_index: int = -100
+    ) -> Tensor:
+        """The next token of each of a rank's tokens, from the whole (..., tokens) input.
+
+        Shifted globally and then sharded, so labels are exact at shard edges; the last token of the sequence, and of
+        each document when `documents` gives their lengths, gets `ignore_index`.
+        """
+        dim = input_ids.dim() - 1
+        self._require_length(input_ids, dim)
+        shifted = torch.full_like(input_ids, ignore_index)
+        shifted[..., :-1] = input_ids[..., 1:]
+        if documents is not None:
+            lengths = torch.as_tensor(documents, dtype=torch.int64)
+            if int(lengths.sum()) != self.tokens:
+                raise ValueError(f"documents sum to {int(lengths.sum())} tokens, the layout holds {self.tokens}")
+            shifted[..., (lengths.cumsum(0) - 1).to(shifted.device)] = ignore_index
+        return self.shard(shifted, rank, dim)
+
+    def _require_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.ring_size:
+            raise ValueError(f"rank {rank} is outside a ring of {self.ring_size}")
+
+    def _require_length(self, x: Tensor, dim: int) -> None:
+        if x.size(dim) != self.tokens:
+            raise ValueError(f"dim {dim} has {x.size(dim)} tokens, {self} holds {self.tokens}; give the whole tensor")
+
+
+@lru_cache(maxsize=256)
+def _all_runs(layout: Layout) -> tuple[tuple[Run, ...], ...]:
+    tokens, ring_size, start = layout.tokens, layout.ring_size, layout.start
+    if layout.name == "contiguous":
+        size = -(-tokens // ring_size)
+        runs = [[(start + rank * size, 1, min(size, tokens - rank * size))] for rank in range(ring_size)]
+    elif layout.name == "zigzag":
+        edges = chunk_edges(start, tokens, 2 * ring_size)
+        chunks = [(first, 1, last - first) for first, last in zip(edges, edges[1:], strict=False)]
+        runs = [[chunks[rank], chunks[2 * ring_size - 1 - rank]] for rank in range(ring_size)]
+    elif layout.name == "striped":
+        runs = [[(start + rank, ring_size, -((rank - tokens) // ring_size))] for rank in range(ring_size)]
+    elif layout.name == "balanced":
+        assert layout.mask is not None
+        return _balanced_runs(layout, layout.mask)
+    else:
+        raise ValueError(f"there is no layout {layout.name!r}; use {', '.join(LAYOUT_NAMES)} or balanced")
+    return tuple(tuple(Run(*run) for run in rank_runs if run[2] > 0) for rank_runs in runs)
+
+
+def chunk_edges(start: int, tokens: int, chunks: int) -> list[int]:
+    """Edges of near-equal consecutive chunks: lengths differ by at most one."""
+    size, longer = divmod(tokens, chunks)
+    return [start + index * size + min(index, longer) for index in range(chunks + 1)]
+
+
+def work_imbalance(layout: Layout, mask: Mask) -> float:
+    """The busiest rank's pairs over the mean, less 1: the worse of counting by queries and counting by keys."""
+    by_rank = [
+        [sum(pair) for pair in zip(*(_run_work(mask, layout, run) for run in layout.runs(rank)), strict=True)] or [0, 0]
+        for rank in range(layout.ring_size)
+    ]
+    total = sum(work[0] for work in by_rank)
+    return max(max(side) for side in zip(*by_rank, strict=True)) * layout.ring_size / total - 1 if total else 0.0
+
+
+def _run_work(mask: Mask, layout: Layout, run: Run) -> tuple[int, int]:
+    """Allowed pairs of a run's tokens as queries, and as keys."""
+    whole = Run(layout.start, 1, layout.tokens)
+    as_queries = sum(piece.pairs for band in mask.bands if (piece := _cut_between(band, run, whole)))
+    as_keys = sum(piece.pairs for band in mask.bands if (piece := _cut_between(band, whole, run)))
+    return as_queries, as_keys
+
+
+def _cut_between(band: Band, q_run: Run, k_run: Run):  # type: ignore[no-untyped-def]
+    if band.i0 > q_run.last or band.i1 <= q_run.start or band.j0 > k_run.last or band.j1 <= k_run.start:
+        return None
+    return cut(band, q_run, 0, k_run, 0)
+
+
+def _balanced_runs(layout: Layout, mask: Mask) -> tuple[tuple[Run, ...], ...]:
+    """Deal chunks to ranks, equally many each, finer until no rank has over 1% more than the mean."""
+    best: tuple[float, list[list[Run]]] | None = None
+    for per_rank in (1, 2, 4, 8, 16):
+        chunks = per_rank * layout.ring_size
+        if best is not None and chunks > layout.tokens:
+            break
+        edges = chunk_edges(layout.start, layout.tokens, chunks)
+        runs = [Run(first, 1, last - first) for first, last in zip(edges, edges[1:], strict=False)]
+        work = [_run_work(mask, layout, run) if run.count else (0, 0) for run in runs]
+        dealt = _deal(work, layout.ring_size)
+        mean = sum(rows for rows, _ in work) / layout.ring_size
+        uneven = max(sum(work[chunk][side] for chunk in hand) for hand in dealt for side in (0, 1)) / (mean or 1) - 1
+        if best is None or uneven < best[0] - 1e-3:
+            best = uneven, [[runs[chunk] for chunk in sorted(hand)] for hand in dealt]
+        if best[0] <= 0.01:
+            break
+    assert best is not None
+    return tuple(_join_runs(runs) for runs in best[1])
+
+
+def _deal(work: list[tuple[int, int]], ranks: int) -> list[list[int]]:
+    """Give each rank equally many chunks with near-equal work: heaviest first in a snake, then swaps that help."""
+    order = sorted(range(len(work)), key=lambda chunk: (-sum(work[chunk]), chunk))
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    for place, chunk in enumerate(order):
+        turn, seat = divmod(place, ranks)
+        hands[seat if turn % 2 == 0 else ranks - 1 - seat].append(chunk)
+    loads = [[sum(work[chunk][side] for chunk in hand) for side in (0, 1)] for hand in hands]
+    for _ in range(8 * len(work)):
+        heavy, side = max(((rank, side) for rank in range(ranks) for side in (0, 1)), key=lambda at: loads[at[0]][at[1]])
+        swap = _best_swap(work, hands, loads, heavy)
+        if swap is None:
+            break
+        mine, other, theirs = swap
+        hands[heavy][hands[heavy].index(mine)], hands[other][hands[other].index(theirs)] = theirs, mine
+        for side in (0, 1):
+            change = work[theirs][side] - work[mine][side]
+            loads[heavy][side] += change
+            loads[other][side] -= change
+    return hands
+
+
+def _best_swap(
+    work: list[tuple[int, int]], hands: list[list[int]], loads: list[list[int]], heavy: int
+) -> tuple[int, int, int] | None:
+    """The exchange with another rank that lowers the larger of the two ranks' loads the most, if any does."""
+    best, best_peak = None, max(loads[heavy])
+    for other in range(len(hands)):
+        if other == heavy or max(loads[other]) > best_peak:
+            continue
+        for mine in hands[heavy]:
+            for theirs in hands[other]:
+                change = [work[theirs][side] - work[mine][side] for side in (0, 1)]
+                peak = max(max(loads[heavy][s] + change[s], loads[other][s] - change[s]) for s in (0, 1))
+                if peak < best_peak:
+                    best, best_peak = (mine, other, theirs), peak
+    return best
+
+
+def _join_runs(runs: list[Run]) -> tuple[Run, ...]:
+    joined: list[Run] = []
+    for run in runs:
+        if run.count == 0:
+            continue
+        if joined and joined[-1].start + joined[-1].count == run.start:
+            joined[-1] = Run(joined[-1].start, 1, joined[-1].count + run.count)
+        else:
+            joined.append(run)
+    return tuple(joined)

@@ -1,0 +1,63 @@
+"""The running state of online softmax, and how partial attentions merge into it.
+
+Shapes: B batch, H query heads, S local query tokens, E value head dim.
+
+A state is (acc_BHSE, peak_BHS, total_BHS): over the keys seen so far, with s the scaled scores,
+
+    peak = some bound near max(s)      total = sum exp(s - peak)      acc = sum exp(s - peak) v
+
+so out = acc / total and lse = peak + log(total). Keeping peak and total apart, instead of one rounded lse, keeps
+weights exact to fp32's relative error however many partials are merged: a stored lse near 10 loses four bits.
+A row that has seen no key has peak = -inf, total = 0 and acc = 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class State(NamedTuple):
+    """Unnormalised attention over some keys; every tensor is updated in place."""
+
+    acc: Tensor
+    peak: Tensor
+    total: Tensor
+
+    def rows(self, first: int, last: int) -> State:
+        """Views of some query rows."""
+        return State(self.acc[:, :, first:last], self.peak[:, :, first:last], self.total[:, :, first:last])
+
+
+def clear(state: State) -> None:
+    """Make it the state of no keys."""
+    state.acc.zero_()
+    state.peak.fill_(float("-inf"))
+    state.total.zero_()
+
+
+def merge(state: State, other: State) -> None:
+    """Add the keys of `other`, a state over other keys for the same rows, in place."""
+    peak = torch.maximum(state.peak, other.peak)
+    # Rows without keys on both sides: any finite shift gives exp(-inf) = 0 instead of NaN.
+    shift = peak.masked_fill(peak == float("-inf"), 0.0)
+    mine, theirs = torch.exp(state.peak - shift), torch.exp(other.peak - shift)
+    state.acc.mul_(mine.unsqueeze(-1)).addcmul_(other.acc.to(state.acc.dtype), theirs.unsqueeze(-1))
+    state.total.mul_(mine).addcmul_(other.total.to(state.total.dtype), theirs)
+    state.peak.copy_(peak)
+
+
+def merge_partial(state: State, out: Tensor, lse: Tensor) -> None:
+    """Add a kernel's normalised (out, lse): it is the state with peak = lse and total = 1 (0 where lse = -inf)."""
+    merge(state, State(out, lse, (lse != float("-inf")).to(state.total.dtype)))
+
+
+def finish(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(out, lse): rows without keys give 0 and -inf. The state is used up."""
+    empty = state.total == 0
+    total = state.total.masked_fill(empty, 1.0)
+    out = state.acc.div_(total.unsqueeze(-1)).to(dtype)
+    lse = (state.peak + torch.log(total)).masked_fill_(empty, float("-inf"))
+    return out, lse

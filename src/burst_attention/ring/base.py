@@ -1,0 +1,227 @@
+"""The ring in three verbs: `post` and `wait` move bundles, `exchange` tells every rank a small record first.
+
+A ring knows tensors and peers, nothing of attention. Its control channel lives on the CPU beside the data: records of
+a fixed size, as JSON text, never unpickled. Every host wait also watches that channel, so a rank that fails, or that
+entered another call, is heard by the others at once and by name instead of leaving them to hang.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+RECORD_BYTES = 1024
+DEFAULT_TIMEOUT = 600.0
+
+_RINGS: weakref.WeakValueDictionary[str, Ring] = weakref.WeakValueDictionary()
+
+
+class RingError(RuntimeError):
+    """A rank failed, left or stayed silent; the message names the rank, the round and the peer."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One contiguous tensor to send to, or receive from, a peer. `what` names it in errors."""
+
+    peer: int
+    channel: int
+    tensor: Tensor
+    what: str
+
+
+@dataclass
+class Pending:
+    """Transfers under way: what `post` gives and `wait` takes."""
+
+    sends: Sequence[Parcel]
+    receives: Sequence[Parcel]
+    where: str
+    works: list[tuple[Parcel, Any]] = field(default_factory=list)
+    done: bool = False
+    error: tuple[Parcel, Exception] | None = None
+
+
+class Inbox:
+    """What has reached a rank on its control channel; every change wakes whoever waits."""
+
+    def __init__(self, changed: threading.Condition | None = None) -> None:
+        self.changed = changed or threading.Condition()
+        self.records: dict[int, dict[int, dict[str, Any]]] = {}
+        self.failure: str | None = None
+        self.left: dict[int, str] = {}
+
+    def deliver(self, source: int, data: bytes) -> None:
+        """Take in one record from a peer."""
+        try:
+            record = json.loads(data.rstrip(b"\0 ").decode())
+            kind, call = record["kind"], int(record["call"])
+        except (ValueError, KeyError, TypeError):
+            kind, call, record = "abort", 0, {"message": f"rank {source} sent a control record that cannot be read"}
+        with self.changed:
+            if kind == "abort":
+                self.failure = self.failure or str(record.get("message"))
+            else:
+                self.records.setdefault(call, {})[source] = record
+            self.changed.notify_all()
+
+    def leave(self, rank: int, reason: str) -> None:
+        """Note that a peer will send nothing more."""
+        with self.changed:
+            self.left[rank] = reason
+            self.changed.notify_all()
+
+
+class Ring(ABC):
+    """W ranks that pass blocks around. Make one with `Ring.from_group`, `Ring.from_mesh` or `run_ranks`."""
+
+    def __init__(self, name: str, rank: int, size: int, timeout: float, inbox: Inbox) -> None:
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.bytes_sent = 0
+        """Bytes of the tensors handed to the transport, counted there."""
+        self.control_bytes = 0
+        """Bytes of the records sent on the control channel."""
+        self.agreed: dict[Any, Any] = {}
+        """What earlier exchanges settled, for calls that check only once."""
+        self._inbox = inbox
+        self._call = 0
+        _RINGS[name] = self
+
+    @staticmethod
+    def from_group(group: Any = None, *, timeout: float = DEFAULT_TIMEOUT) -> Ring:
+        """The ring over a torch.distributed group (default: the world). Collective over the group on first use."""
+        from burst_attention.ring.process import ring_from_group
+
+        return ring_from_group(group, timeout)
+
+    @staticmethod
+    def from_mesh(mesh: Any, *, timeout: float = DEFAULT_TIMEOUT) -> Ring:
+        """The ring over a one-dimensional DeviceMesh, such as `mesh["cp"]`."""
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"a ring needs a mesh of one dimension, got {mesh.ndim} ({mesh.mesh_dim_names}); "
+                "choose the axis, e.g. Ring.from_mesh(mesh['cp'])"
+            )
+        return Ring.from_group(mesh.get_group(), timeout=timeout)
+
+    def next_call(self) -> int:
+        """Start a call: all ranks number their calls alike, so records of different calls cannot be confused."""
+        if self._inbox.failure is not None:
+            raise RingError(f"this ring failed earlier and cannot be used again; make a new one ({self._inbox.failure})")
+        self._call += 1
+        return self._call
+
+    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], where: str) -> Pending:
+        """Start transfers and return at once; buffers belong to the ring until `wait` returns."""
+        for parcel in (*sends, *receives):
+            assert parcel.tensor.is_contiguous(), f"{parcel.what}: a parcel must be contiguous"
+        self.bytes_sent += sum(parcel.tensor.nbytes for parcel in sends)
+        pending = Pending(sends, receives, where)
+        self._start(pending)
+        return pending
+
+    def exchange(self, record: dict[str, Any], where: str) -> list[dict[str, Any]]:
+        """Give every rank this call's record and return all of them in rank order."""
+        self._tell_all({**record, "kind": "call", "call": self._call})
+        inbox, call = self._inbox, self._call
+
+        def silent() -> list[int]:
+            return [peer for peer in range(self.size) if peer != self.rank and peer not in inbox.records.get(call, {})]
+
+        self._await(silent, lambda peer: f"no record of call {call} from rank {peer}", where, exchanging=True)
+        with inbox.changed:
+            records = inbox.records.pop(call, {})
+        return [record if peer == self.rank else records[peer] for peer in range(self.size)]
+
+    def abort(self, message: str) -> None:
+        """Tell every rank that this one cannot go on; the ring is unusable from here."""
+        with self._inbox.changed:
+            if self._inbox.failure is not None:
+                return
+            self._inbox.failure = message
+        self._tell_all({"kind": "abort", "call": self._call, "message": message})
+
+    def wait(self, pending: Pending) -> None:
+        """Return when everything posted has been sent and received; raise RingError when it cannot be."""
+        if not pending.sends and not pending.receives:
+            return
+        self._finish(pending)
+
+    def _tell_all(self, record: dict[str, Any]) -> None:
+        data = encode_record(record)
+        for peer in range(self.size):
+            if peer != self.rank:
+                self.control_bytes += len(data)
+                self._send_control(peer, data)
+
+    def _await(
+        self, missing: Callable[[], list[int]], describe: Callable[[int], str], where: str, exchanging: bool = False
+    ) -> None:
+        """Wait until no peer is missing, watching for aborts, for peers that left, and for the time."""
+        inbox, deadline = self._inbox, time.monotonic() + self.timeout
+        place = f"rank {self.rank}, {where}"
+        with inbox.changed:
+            while peers := missing():
+                if inbox.failure is not None:
+                    raise RingError(f"{place}: {describe(peers[0])}: {inbox.failure}")
+                gone = [peer for peer in peers if peer in inbox.left]
+                if gone:
+                    raise RingError(f"{place}: {describe(gone[0])}: {inbox.left[gone[0]]}")
+                if not exchanging:
+                    self._raise_unexpected(place)
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise RingError(f"{place}: {describe(peers[0])} within {self.timeout:g} s")
+                inbox.changed.wait(min(remaining, 1.0))
+
+    def _raise_unexpected(self, place: str) -> None:
+        """A record of this call or an earlier one, outside an exchange: a peer checks, and this rank does not."""
+        for call in sorted(self._inbox.records):
+            if call <= self._call:
+                peer, record = next(iter(self._inbox.records[call].items()))
+                reason = record.get("error") or "it entered a call that differs from the agreed one"
+                raise RingError(f"{place}: rank {peer} does not follow: {reason}")
+
+    @abstractmethod
+    def _start(self, pending: Pending) -> None:
+        """Begin the transfers of `pending`."""
+
+    @abstractmethod
+    def _finish(self, pending: Pending) -> None:
+        """Block until they are complete."""
+
+    @abstractmethod
+    def _send_control(self, peer: int, data: bytes) -> None:
+        """Send one encoded record; must not block on the peer."""
+
+
+def ring_named(name: str) -> Ring:
+    """The live ring of that name."""
+    ring = _RINGS.get(name)
+    if ring is None:
+        raise RuntimeError(f"ring {name!r} no longer exists; keep the ring alive until backward has run")
+    return ring
+
+
+def encode_record(record: dict[str, Any]) -> bytes:
+    """JSON text padded to RECORD_BYTES; texts that do not fit are shortened, longest first."""
+    record = dict(record)
+    data = json.dumps(record).encode()
+    while len(data) > RECORD_BYTES:
+        longest = max((key for key in record if isinstance(record[key], str)), key=lambda key: len(record[key]))
+        keep = len(record[longest]) - max(len(data) - RECORD_BYTES, 8)
+        assert keep >= 0, "a control record holds too many fields"
+        record[longest] = record[longest][:keep]
+        data = json.dumps(record).encode()
+    return data.ljust(RECORD_BYTES)

@@ -1,0 +1,120 @@
+"""A ring over torch.distributed: data on the caller's group, control records on a gloo group of its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from burst_attention.ring.base import _RINGS, RECORD_BYTES, Inbox, Pending, Ring, RingError
+
+# The control thread's receive must never time out: gloo closes every connection of a group when one wait does.
+_FOREVER = timedelta(days=365)
+
+
+class ProcessRing(Ring):
+    """One process's place in a ring over a torch.distributed group."""
+
+    def __init__(self, name: str, group: Any, timeout: float) -> None:
+        size = dist.get_world_size(group)
+        super().__init__(name, dist.get_rank(group), size, timeout, Inbox())
+        self._group = group
+        self._control_sends: list[tuple[Any, torch.Tensor]] = []
+        self._posted: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        if size == 1:
+            return
+        ranks = dist.get_process_group_ranks(group)
+        # Members only: other ranks of the world need not take part.
+        self._control = dist.new_group(ranks, timeout=_FOREVER, backend="gloo", use_local_synchronization=True)
+        _start_daemon(_listen, self._control, self._inbox)
+        _start_daemon(_complete, self._posted, self._inbox)
+        weakref.finalize(self, self._posted.put, None)
+
+    def _start(self, pending: Pending) -> None:
+        # Receives first, so that a message which arrives early lands in place.
+        for parcel in pending.receives:
+            work = dist.irecv(parcel.tensor, group=self._group, group_src=parcel.peer, tag=parcel.channel)
+            pending.works.append((parcel, work))
+        for parcel in pending.sends:
+            work = dist.isend(parcel.tensor, group=self._group, group_dst=parcel.peer, tag=parcel.channel)
+            pending.works.append((parcel, work))
+        if pending.works:
+            self._posted.put(pending)
+
+    def _finish(self, pending: Pending) -> None:
+        def unfinished() -> list[int]:
+            return [] if pending.done else [parcel.peer for parcel, work in pending.works if not work.is_completed()]
+
+        def describe(peer: int) -> str:
+            parcels = [parcel for parcel, work in pending.works if parcel.peer == peer and not work.is_completed()]
+            if not parcels:
+                return f"transfer with rank {peer}"
+            verb = "no" if parcels[0] in pending.receives else f"rank {peer} does not take"
+            return f"{verb} {parcels[0].what}" + (f" from rank {peer}" if verb == "no" else "")
+
+        self._await(unfinished, describe, pending.where)
+        if pending.error is not None:
+            parcel, error = pending.error
+            raise RingError(
+                f"rank {self.rank}, {pending.where}: {parcel.what}: connection to rank {parcel.peer} failed: {error}"
+            )
+
+    def _send_control(self, peer: int, data: bytes) -> None:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._control_sends = self._control_sends[-4 * self.size :]
+        try:
+            self._control_sends.append((dist.isend(buffer, group=self._control, group_dst=peer), buffer))
+        except RuntimeError as error:
+            self._inbox.leave(peer, f"its control connection is closed ({error})")
+
+
+def ring_from_group(group: Any, timeout: float) -> Ring:
+    """One ring per group: asking again gives the same ring while it lives."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "Ring.from_group needs torch.distributed: call torch.distributed.init_process_group() first, "
+            "or use run_ranks() for a ring of threads in one process"
+        )
+    group = dist.group.WORLD if group is None else group
+    name = f"group-{group.group_name}"
+    ring = _RINGS.get(name)
+    if ring is None:
+        ring = ProcessRing(name, group, timeout)
+    ring.timeout = timeout
+    return ring
+
+
+def _start_daemon(target: Any, *args: Any) -> None:
+    threading.Thread(target=target, args=args, daemon=True, name=f"burst-ring{target.__name__}").start()
+
+
+def _listen(group: Any, inbox: Inbox) -> None:
+    """Receive records from any peer until the group ends."""
+    buffer = torch.empty(RECORD_BYTES, dtype=torch.uint8)
+    while True:
+        try:
+            source = dist.recv(buffer, group=group)
+        except Exception as error:
+            for peer in range(dist.get_world_size(group) if dist.is_initialized() else 0):
+                inbox.leave(peer, f"the control channel closed ({str(error).splitlines()[0]})")
+            return
+        inbox.deliver(dist.get_group_rank(group, source), bytes(buffer.tolist()))
+
+
+def _complete(posted: queue.SimpleQueue[Pending | None], inbox: Inbox) -> None:
+    """Wait for transfers in the order they were posted, so that the caller's thread can watch the control channel."""
+    while (pending := posted.get()) is not None:
+        for parcel, work in pending.works:
+            try:
+                work.wait()
+            except Exception as error:
+                pending.error = parcel, error
+                break
+        with inbox.changed:
+            pending.done = True
+            inbox.changed.notify_all()

@@ -1,0 +1,143 @@
+"""A ring of threads in one process: the same engine and the same contracts, without processes or ports."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from burst_attention.ring.base import DEFAULT_TIMEOUT, Inbox, Parcel, Pending, Ring, RingError
+
+Result = TypeVar("Result")
+_hub_numbers = itertools.count()
+
+
+@dataclass
+class _Letter:
+    tensor: Tensor
+    taken: bool = False
+
+
+class _Hub:
+    """Where the threads of one ring meet: letters on their way, under one lock."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.changed = threading.Condition()
+        self.letters: defaultdict[tuple[int, int, int], deque[_Letter]] = defaultdict(deque)
+        number = next(_hub_numbers)
+        self.rings = [ThreadRing(self, f"threads-{number}-{rank}", rank, size, timeout) for rank in range(size)]
+
+    def leave(self, rank: int, reason: str) -> None:
+        for ring in self.rings:
+            if ring.rank != rank:
+                ring._inbox.leave(rank, reason)
+
+
+class ThreadRing(Ring):
+    """One thread's place in a ring of threads."""
+
+    def __init__(self, hub: _Hub, name: str, rank: int, size: int, timeout: float) -> None:
+        super().__init__(name, rank, size, timeout, Inbox(hub.changed))
+        self._hub = hub
+
+    def _start(self, pending: Pending) -> None:
+        with self._hub.changed:
+            for parcel in pending.sends:
+                letter = _Letter(parcel.tensor)
+                self._hub.letters[self.rank, parcel.peer, parcel.channel].append(letter)
+                pending.works.append((parcel, letter))
+            self._hub.changed.notify_all()
+
+    def _finish(self, pending: Pending) -> None:
+        for parcel in pending.receives:
+            self._receive(parcel, pending.where)
+        letters = pending.works
+
+        def untaken() -> list[int]:
+            return [parcel.peer for parcel, letter in letters if not letter.taken]
+
+        def describe(peer: int) -> str:
+            return f"rank {peer} does not take {next(parcel.what for parcel, _ in letters if parcel.peer == peer)}"
+
+        self._await(untaken, describe, pending.where)
+
+    def _receive(self, parcel: Parcel, where: str) -> None:
+        queue = self._hub.letters[parcel.peer, self.rank, parcel.channel]
+        self._await(lambda: [] if queue else [parcel.peer], lambda peer: f"no {parcel.what} from rank {peer}", where)
+        letter = queue.popleft()
+        if letter.tensor.nbytes != parcel.tensor.nbytes:
+            raise RingError(
+                f"rank {self.rank}, {where}: {parcel.what} from rank {parcel.peer} has {letter.tensor.nbytes} bytes, "
+                f"{parcel.tensor.nbytes} were planned"
+            )
+        # Copied here, by the receiver: the sender may reuse its buffer once the letter is taken.
+        parcel.tensor.copy_(letter.tensor)
+        with self._hub.changed:
+            letter.taken = True
+            self._hub.changed.notify_all()
+
+    def _send_control(self, peer: int, data: bytes) -> None:
+        self._hub.rings[peer]._inbox.deliver(self.rank, data)
+
+
+def run_ranks(fn: Callable[[Ring], Result], ring_size: int, *, timeout: float = DEFAULT_TIMEOUT) -> list[Result]:
+    """Run `fn(ring)` on `ring_size` threads and return the results in rank order.
+
+    Grad mode, inference mode, autocast and the current CUDA device carry over into the threads. The first error of any
+    rank is raised here, after the others have been told and have ended; `timeout` bounds every wait inside the ring.
+    """
+    if ring_size < 1:
+        raise ValueError(f"ring_size must be at least 1, got {ring_size}")
+    hub = _Hub(ring_size, timeout)
+    results: list[Any] = [None] * ring_size
+    errors: list[tuple[int, BaseException]] = []
+    context = _capture_context()
+
+    def body(rank: int) -> None:
+        try:
+            with context():
+                results[rank] = fn(hub.rings[rank])
+            hub.leave(rank, f"rank {rank} has returned")
+        except BaseException as error:
+            with hub.changed:
+                errors.append((rank, error))
+            hub.leave(rank, f"rank {rank} raised {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=body, args=(rank,), name=f"ring-rank-{rank}") for rank in range(ring_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0][1]
+    return results
+
+
+def _capture_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """The caller's thread-local torch settings, to be entered in each rank's thread."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    autocast = {name: (torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in devices}
+    cuda_device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            # A backward that blocks on other ranks must run in this thread, not in a device thread they share.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for name, (enabled, dtype) in autocast.items():
+                stack.enter_context(torch.autocast(name, dtype=dtype, enabled=enabled))
+            if cuda_device is not None:
+                torch.cuda.set_device(cuda_device)
+            yield
+
+    return enter
