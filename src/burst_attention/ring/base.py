@@ -83,6 +83,8 @@ class Inbox:
 class Ring(ABC):
     """W ranks that pass blocks around. Make one with `Ring.from_group`, `Ring.from_mesh` or `run_ranks`."""
 
+    _left_means_no_data = True
+
     def __init__(self, name: str, rank: int, size: int, timeout: float, inbox: Inbox) -> None:
         self.name = name
         self.rank = rank
@@ -175,7 +177,8 @@ class Ring(ABC):
             while peers := missing():
                 if inbox.failure is not None:
                     raise RingError(f"{place}: {describe(peers[0])}: {inbox.failure}")
-                gone = [peer for peer in peers if peer in inbox.left]
+                watched = exchanging or self._left_means_no_data
+                gone = [peer for peer in peers if watched and peer in inbox.left]
                 if gone:
                     raise RingError(f"{place}: {describe(gone[0])}: {inbox.left[gone[0]]}")
                 if not exchanging:

@@ -20,6 +20,9 @@ _FOREVER = timedelta(days=365)
 class ProcessRing(Ring):
     """One process's place in a ring over a torch.distributed group."""
 
+    # A peer that has ended may have sent its last blocks before; the data connection itself says when it broke.
+    _left_means_no_data = False
+
     def __init__(self, name: str, group: Any, timeout: float) -> None:
         size = dist.get_world_size(group)
         super().__init__(name, dist.get_rank(group), size, timeout, Inbox())
@@ -31,7 +34,9 @@ class ProcessRing(Ring):
         ranks = dist.get_process_group_ranks(group)
         # Members only: other ranks of the world need not take part.
         self._control = dist.new_group(ranks, timeout=_FOREVER, backend="gloo", use_local_synchronization=True)
-        _start_daemon(_listen, self._control, self._inbox)
+        for peer in range(size):
+            if peer != self.rank:
+                _start_daemon(_listen, self._control, peer, self._inbox)
         _start_daemon(_complete, self._posted, self._inbox)
         weakref.finalize(self, self._posted.put, None)
 
@@ -48,7 +53,10 @@ class ProcessRing(Ring):
 
     def _finish(self, pending: Pending) -> None:
         def unfinished() -> list[int]:
-            return [] if pending.done else [parcel.peer for parcel, work in pending.works if not work.is_completed()]
+            if pending.done:
+                return []
+            late = [parcel.peer for parcel, work in pending.works if not work.is_completed()]
+            return late or [parcel.peer for parcel, _ in pending.works]
 
         def describe(peer: int) -> str:
             parcels = [parcel for parcel, work in pending.works if parcel.peer == peer and not work.is_completed()]
@@ -93,17 +101,16 @@ def _start_daemon(target: Any, *args: Any) -> None:
     threading.Thread(target=target, args=args, daemon=True, name=f"burst-ring{target.__name__}").start()
 
 
-def _listen(group: Any, inbox: Inbox) -> None:
-    """Receive records from any peer until the group ends."""
+def _listen(group: Any, peer: int, inbox: Inbox) -> None:
+    """Receive one peer's records until its connection ends: a thread each, so that a closed one has a name."""
     buffer = torch.empty(RECORD_BYTES, dtype=torch.uint8)
     while True:
         try:
-            source = dist.recv(buffer, group=group)
+            dist.recv(buffer, group=group, group_src=peer)
         except Exception as error:
-            for peer in range(dist.get_world_size(group) if dist.is_initialized() else 0):
-                inbox.leave(peer, f"the control channel closed ({str(error).splitlines()[0]})")
+            inbox.leave(peer, f"its control connection closed ({str(error).splitlines()[0]})")
             return
-        inbox.deliver(dist.get_group_rank(group, source), bytes(buffer.tolist()))
+        inbox.deliver(peer, bytes(buffer.tolist()))
 
 
 def _complete(posted: queue.SimpleQueue[Pending | None], inbox: Inbox) -> None:

@@ -117,12 +117,18 @@ class PhasePlan:
         return tuple(sizes)
 
     def result_slot_rows(self, rank: int) -> tuple[int, int, int]:
-        """Rows of the buffers for results: being computed, being received, being sent."""
+        """Rows of the buffers for results: being computed, received for a visiting block, and received for home.
+
+        The two kinds of receives share one buffer unless some round has both.
+        """
         steps = self.rounds[rank]
         computed = max((count_rows(step.result_rows) for step in steps), default=0)
-        received = [t.row_count for step in steps for t in step.receives if t.channel == RESULT]
-        sent = [t.row_count for step in steps for t in step.sends if t.channel == RESULT]
-        return computed, max(received, default=0), max(sent, default=0)
+        arrivals = [(step.index, t) for step in steps for t in step.receives if t.channel == RESULT]
+        home = {index: t.row_count for index, t in arrivals if t.block == rank}
+        visiting = {index: t.row_count for index, t in arrivals if t.block != rank}
+        if home.keys() & visiting.keys():
+            return computed, max(visiting.values()), max(home.values())
+        return computed, max((*home.values(), *visiting.values()), default=0), 0
 
 
 @dataclass(frozen=True)

@@ -133,5 +133,6 @@ def _receive(rank: _Rank, index: int, step: Round, arrived: dict[int, tuple[int,
         _require(rank.result is not None and rank.result[0] == transfer.block, f"{transfer}: nothing to add it to")
         assert rank.result is not None
         rank.result[1].update(content)
-    foreign = sum(1 for t in step.receives if t.channel == RESULT and t.block != index)
-    _require(foreign <= 1, f"rank {index} round {step.index} receives {foreign} visiting results into one slot")
+    for at_home in (True, False):
+        count = sum(1 for t in step.receives if t.channel == RESULT and (t.block == index) == at_home)
+        _require(count <= 1, f"rank {index} round {step.index} receives {count} results into one buffer")

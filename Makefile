@@ -1,0 +1,38 @@
+# `make demo` and `make test` each work alone on a fresh machine with Python 3.11 or newer.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+READY = $(VENV)/ready
+
+.PHONY: demo test lint types test-all soak bench clean
+
+demo: $(READY)
+	$(BIN)/burst check
+
+test: lint types
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -m "not soak"
+
+soak: $(READY)
+	$(BIN)/python -m pytest -m soak
+
+bench: $(READY)
+	$(BIN)/burst bench local
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

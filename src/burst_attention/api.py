@@ -1,0 +1,236 @@
+"""The public calls: `burst_attention` stands where scaled_dot_product_attention stood; `plan` says what it would do."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from burst_attention.agreement import refuse
+from burst_attention.layout import Layout
+from burst_attention.mask import Mask, full
+from burst_attention.ops import forward_op
+from burst_attention.options import Options, make_options, resolve_layout
+from burst_attention.ring import Ring
+from burst_attention.schedule import Plan, Shapes, build_plan
+from burst_attention.tiles import TileRequest, pick_kernel
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+REFUSED = {
+    "softcap": "a cap on the scores is not implemented",
+    "dropout": "dropout on the weights is not implemented",
+    "dropout_p": "dropout on the weights is not implemented",
+    "bias": "an additive bias on the scores is not implemented",
+    "attn_bias": "an additive bias on the scores is not implemented",
+    "alibi_slopes": "an additive bias on the scores is not implemented",
+    "attn_mask": "a dense mask is not taken; write it as mask=causal(), window(n), documents([...]), blocks(...) or a composition",
+    "is_causal": "say mask=causal() instead",
+    "window_size": "say mask=causal() & window(size) instead",
+    "sinks": "learned sinks are written on top of return_lse=True: lse is differentiable",
+    "s_aux": "learned sinks are written on top of return_lse=True: lse is differentiable",
+}
+
+
+@overload
+def burst_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, ring: Ring, return_lse: Literal[False] = ..., **options: Any
+) -> Tensor: ...
+
+
+@overload
+def burst_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, ring: Ring, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+
+
+def burst_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ring: Ring,
+    mask: Mask | None = None,
+    layout: Layout | str | None = None,
+    key_layout: Layout | str | None = None,
+    scale: float | None = None,
+    direction: str = "auto",
+    forward_direction: str = "auto",
+    wire_dtype: torch.dtype | None = None,
+    kernel: str = "auto",
+    return_lse: bool = False,
+    check: str = "always",
+    **refused: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact softmax attention over a sequence that is spread over the ranks of a ring.
+
+    Every rank calls it with its own shard and gets the output of its own queries. Differentiable in q, k, v.
+
+    Args:
+        q: (B, H, S, D) this rank's queries.
+        k: (B, G, K, D) this rank's keys; H must be a multiple of G (GQA, MQA), and keys are never repeated.
+        v: (B, G, K, E) this rank's values; E may differ from D.
+        ring: from `Ring.from_group()`, `Ring.from_mesh()` or `run_ranks()`.
+        mask: which pairs exist, by global positions; None is full attention.
+        layout: how the sequence was sharded, a `Layout` or "contiguous", "zigzag", "striped"; None is contiguous, what
+            `torch.chunk` gives. It is never guessed.
+        key_layout: the same for k and v where it differs (cross-attention); None takes `layout`'s.
+        scale: multiplies the scores; None is 1 / sqrt(D).
+        direction: which side moves in backward, "kv" or "query"; "auto" moves fewer bytes.
+        forward_direction: the same for forward.
+        wire_dtype: dtype of gradients and partial outputs on the wire; None is what they accumulate in, fp32 (fp64 for
+            fp64 inputs). Row statistics always travel in that; q, k, v and dout in their own dtype.
+        kernel: "auto", "flash" (CPU) or "plain".
+        return_lse: also return lse (B, H, S), natural log, fp32 (fp64 for fp64 inputs), differentiable.
+        check: "always" compares all ranks' calls before the first hop, "first" only for a call not seen before,
+            "off" never (then `layout` must be a `Layout`).
+
+    Returns:
+        out (B, H, S, E) in q's dtype, or (out, lse). A row with no allowed key gives 0 and -inf.
+
+    Raises:
+        ValueError: on every rank, before the first hop, when any rank was called wrongly or ranks disagree.
+        RingError: when a rank fails or stays silent; names rank, round and peer.
+    """
+    if not isinstance(ring, Ring):
+        raise ValueError(f"ring must be a Ring, got {type(ring).__name__}; use Ring.from_group() or run_ranks()")
+    try:
+        _refuse_arguments(refused)
+        _require_tensors(q, k, v)
+        q, k, v = _autocast(q, k, v)
+        needs = "".join(name for name, x in zip("qkv", (q, k, v), strict=True) if x.requires_grad)
+        needs = needs if torch.is_grad_enabled() else ""
+        options = make_options(
+            mask=mask,
+            layout=layout,
+            key_layout=key_layout,
+            scale=scale,
+            head_dim=q.shape[3],
+            direction=direction,
+            forward_direction=forward_direction,
+            wire_dtype=wire_dtype,
+            kernel=kernel,
+            check=check,
+            needs=needs,
+            lse_gradient=bool(return_lse and needs),
+        )
+        _require_shards(q, k, v, options, mask, ring)
+    except (ValueError, TypeError) as error:
+        raise refuse(ring, error, check) from None
+    out, lse = forward_op(q, k, v, str(options), ring.name)
+    return (out, lse) if return_lse else out
+
+
+def plan(
+    tokens: int,
+    ring_size: int,
+    *,
+    heads: int,
+    kv_heads: int | None = None,
+    head_dim: int,
+    value_dim: int | None = None,
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    mask: Mask | None = None,
+    layout: Layout | str | None = None,
+    key_tokens: int | None = None,
+    key_layout: Layout | str | None = None,
+    direction: str = "auto",
+    forward_direction: str = "auto",
+    wire_dtype: torch.dtype | None = None,
+    requires_grad: str = "qkv",
+) -> Plan:
+    """The plan that a call with these shapes would run, on every rank; needs no process group.
+
+    Print it, or ask `.bytes_sent(rank, phase)`, `.flops(rank, phase)`, `.peak_bytes(rank)`, `.imbalance` and
+    `.direction(phase)`. `requires_grad` are the letters of "qkv" that want gradients.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    shapes = Shapes(batch, heads, kv_heads, head_dim, head_dim if value_dim is None else value_dim, dtype)
+    for name in ("batch", "heads", "kv_heads", "head_dim", "value_dim"):
+        if getattr(shapes, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(shapes, name)}")
+    _require_heads(heads, kv_heads)
+    _require_dtype(dtype)
+    if not isinstance(requires_grad, str) or set(requires_grad) - set("qkv"):
+        raise ValueError(f"requires_grad takes letters of 'qkv', got {requires_grad!r}")
+    needs = "".join(name for name in "qkv" if name in requires_grad)
+    options = make_options(
+        mask=mask, layout=layout, key_layout=key_layout, scale=None, head_dim=head_dim, direction=direction,
+        forward_direction=forward_direction, wire_dtype=wire_dtype, kernel="auto", check="always", needs=needs,
+        lse_gradient=False,
+    )  # fmt: skip
+    query_layout = resolve_layout(options.layout, tokens, ring_size)
+    if options.key_layout is None and key_tokens not in (None, tokens) and isinstance(layout, Layout):
+        raise ValueError(f"key_tokens {key_tokens} differs from tokens {tokens}: give key_layout too")
+    key_text = options.key_layout or options.layout
+    keys_layout = resolve_layout(key_text, tokens if key_tokens is None else key_tokens, ring_size)
+    for name, given, found in (("tokens", tokens, query_layout), ("key_tokens", key_tokens, keys_layout)):
+        if given is not None and given != found.tokens:
+            raise ValueError(f"{name} {given} differs from the layout's {found.tokens} ({found})")
+    return build_plan(mask or full(), query_layout, keys_layout, shapes, forward_direction, direction, wire_dtype, needs)
+
+
+def _refuse_arguments(arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name not in REFUSED:
+            raise ValueError(f"burst_attention takes no argument {name!r}")
+        if value is None or value is False or (isinstance(value, int | float) and value == 0):
+            continue
+        raise ValueError(f"{name}={value!r} is refused: {REFUSED[name]}")
+
+
+def _require_tensors(q: Any, k: Any, v: Any) -> None:
+    """Shapes, dtypes and devices of the three inputs fit each other."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions (batch, heads, tokens, head_dim), got shape {tuple(x.shape)}")
+        _require_dtype(x.dtype, name)
+        if x.device != q.device:
+            raise ValueError(f"q is on {q.device} but {name} on {x.device}; put all inputs on one device")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"q has batch {q.shape[0]} but {name} has {x.shape[0]}")
+        if 0 in (x.shape[0], x.shape[1], x.shape[3]):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; only the number of tokens may be 0")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree in batch, heads and tokens")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q has head_dim {q.shape[3]} but k has {k.shape[3]}")
+    _require_heads(q.shape[1], k.shape[1])
+
+
+def _require_dtype(dtype: torch.dtype, name: str = "dtype") -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} {dtype} is not supported; use float32, bfloat16, float16 or float64")
+
+
+def _require_heads(heads: int, kv_heads: int) -> None:
+    if heads % kv_heads:
+        raise ValueError(f"q has {heads} heads, k and v have {kv_heads}: query heads must be a multiple of key heads")
+
+
+def _require_shards(q: Tensor, k: Tensor, v: Tensor, options: Options, mask: Mask | None, ring: Ring) -> None:
+    """What one rank can know before the agreement: dtypes match, layouts fit the ring and this rank's lengths."""
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or use autocast")
+    pick_kernel(options.kernel, TileRequest(q.device.type, q.dtype, q.shape[3], v.shape[3], options.lse_gradient))
+    texts = {"layout": options.layout, "key_layout": options.key_layout}
+    for argument, text in texts.items():
+        if text is None or "(" not in text:
+            continue
+        layout = resolve_layout(text, 0, ring.size)
+        if mask is not None:
+            mask.require_cover(layout.end if argument == "layout" else 0, layout.end if argument == "key_layout" else 0)
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast as SDPA does inside an autocast region: floating inputs other than fp64 take the region's dtype."""
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    cast = [x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v)]
+    return cast[0], cast[1], cast[2]

@@ -1,0 +1,154 @@
+"""The boundary: forward and backward as one torch.library operator each, taking tensors and two strings.
+
+Shapes: B batch, H query heads, G key heads, S local query tokens, K local key tokens, D head dim, E value head dim.
+
+An operator, unlike an autograd.Function, can be kept by torch's selective checkpointing instead of being recomputed:
+name `torch.ops.burst_attention.forward.default` in the policy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_attention.agreement import LocalCall, agree, shapes_of
+from burst_attention.engine import PhaseRun, backward_compute, forward_compute
+from burst_attention.merge import State, clear, finish
+from burst_attention.options import WIRE_DTYPES, Options, parse_options
+from burst_attention.ring import Ring, ring_named
+from burst_attention.schedule import Plan, build_plan
+from burst_attention.tiles import TileKernel, TileRequest, pick_kernel
+
+
+@torch.library.custom_op("burst_attention::forward", mutates_args=())
+def forward_op(q: Tensor, k: Tensor, v: Tensor, options: str, ring: str) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's queries over the keys of all ranks."""
+    with torch.autocast(q.device.type, enabled=False):
+        return run_forward(q, k, v, options, ring_named(ring))
+
+
+@torch.library.custom_op("burst_attention::backward", mutates_args=())
+def backward_op(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: str,
+    ring: str,
+    needs: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of this rank's tokens; an empty tensor for each letter of "qkv" that is not in `needs`."""
+    with torch.autocast(q.device.type, enabled=False):
+        return run_backward(dout, dlse, (q, k, v, out, lse), options, ring_named(ring), needs)
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, text: str, ring: Ring) -> tuple[Tensor, Tensor]:
+    """Agree, plan, run the rounds, and normalise."""
+    options, plan, kernel = prepare("forward", q, k, v, text, ring, None)
+    shapes = plan.forward.shapes
+    accumulate = shapes.accumulate_dtype
+    rows = q.shape[:3]
+    state = State(
+        q.new_empty((*rows, shapes.value_dim), dtype=accumulate),
+        q.new_empty(rows, dtype=accumulate),
+        q.new_empty(rows, dtype=accumulate),
+    )
+    clear(state)
+    home = {"q": q, "k": k, "v": v, **state._asdict()}
+    PhaseRun(plan.forward, ring, home, forward_compute(kernel, options.scale)).run()
+    return finish(state, q.dtype)
+
+
+def run_backward(
+    dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...], text: str, ring: Ring, needs: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Agree, plan, run the rounds, and cast the gradients."""
+    q, k, v, out, lse = saved
+    options, plan, kernel = prepare("backward", q, k, v, text, ring, needs)
+    assert plan.backward is not None
+    accumulate = plan.backward.shapes.accumulate_dtype
+    home = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
+    home["delta"] = row_delta(out, dout, dlse, accumulate)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if name in needs:
+            home[f"d{name}"] = torch.zeros(x.shape, dtype=accumulate, device=x.device)
+    PhaseRun(plan.backward, ring, home, backward_compute(kernel, options.scale)).run()
+    nothing = q.new_empty(0)
+    dq, dk, dv = (home.pop(f"d{name}").to(q.dtype) if name in needs else nothing.clone() for name in "qkv")
+    return dq, dk, dv
+
+
+def prepare(
+    phase: str, q: Tensor, k: Tensor, v: Tensor, text: str, ring: Ring, needs: str | None
+) -> tuple[Options, Plan, TileKernel]:
+    """Everything before the first hop: the agreement of all ranks, the plan, the kernel."""
+    options, mask = parse_options(text)
+    needs = options.needs if needs is None else needs
+    shapes = shapes_of(q, k, v)
+    call = LocalCall(phase, shapes, q.device.type, q.shape[2], k.shape[2], options, needs)
+    layout, key_layout = options.layouts(*agree(ring, call))
+    wire_dtype = WIRE_DTYPES[options.wire_dtype] if options.wire_dtype else None
+    plan = build_plan(mask, layout, key_layout, shapes, options.forward_direction, options.direction, wire_dtype, needs)
+    request = TileRequest(q.device.type, q.dtype, shapes.head_dim, shapes.value_dim, options.lse_gradient)
+    return options, plan, pick_kernel(options.kernel, request)
+
+
+def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(B, H, S): rowsum(out * dout) - dlse, which is all that backward needs to know of out."""
+    delta = torch.linalg.vecdot(out.to(dtype), dout.to(dtype))
+    return delta if dlse is None else delta - dlse
+
+
+@forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, options: str, ring: str) -> tuple[Tensor, Tensor]:
+    accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=accumulate)
+
+
+@backward_op.register_fake
+def _(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: str,
+    ring: str,
+    needs: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = (x.shape if name in needs else (0,) for name, x in (("q", q), ("k", k), ("v", v)))
+    dq, dk, dv = (q.new_empty(shape) for shape in shapes)
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.options, ctx.ring_name = inputs
+    # The ring must outlive the graph: backward moves blocks over it.
+    ctx.ring = ring_named(ctx.ring_name)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    needs = "".join(name for name, wanted in zip("qkv", ctx.needs_input_grad, strict=False) if wanted)
+    dout = torch.zeros_like(out) if dout is None else dout
+    gradients = backward_op(dout, dlse, q, k, v, out, lse, ctx.options, ctx.ring_name, needs)
+    return *(x if name in needs else None for name, x in zip("qkv", gradients, strict=True)), None, None
+
+
+forward_op.register_autograd(_backward, setup_context=_save)
+
+
+def _refuse_double_backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    raise RuntimeError("burst_attention has no double backward: gradients of its gradients are not implemented")
+
+
+backward_op.register_autograd(_refuse_double_backward)

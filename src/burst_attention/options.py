@@ -1,0 +1,154 @@
+"""The options of a call as one frozen value with a text form that parses back.
+
+The text crosses the operator boundary, is compared between ranks and keys the caches, so one spelling serves all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+import torch
+
+from burst_attention.layout import LAYOUT_NAMES, Layout
+from burst_attention.mask import Mask, full, parse_mask
+
+CHECKS = ("always", "first", "off")
+SIDES = ("auto", "kv", "query")
+WIRE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Every option of `burst_attention`, as text and numbers. `needs` are the letters of "qkv" that want gradients."""
+
+    mask: str
+    layout: str
+    key_layout: str | None
+    scale: float
+    direction: str
+    forward_direction: str
+    wire_dtype: str | None
+    kernel: str
+    check: str
+    needs: str
+    lse_gradient: bool
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    def layouts(self, query_lengths: tuple[int, ...], key_lengths: tuple[int, ...]) -> tuple[Layout, Layout]:
+        """The layouts of queries and keys for the lengths that the ranks hold; they must fit on every rank."""
+        layout = resolve_layout(self.layout, sum(query_lengths), len(query_lengths))
+        if self.key_layout is not None:
+            key_layout = resolve_layout(self.key_layout, sum(key_lengths), len(key_lengths))
+        elif self.layout in LAYOUT_NAMES:
+            key_layout = resolve_layout(self.layout, sum(key_lengths), len(key_lengths))
+        else:
+            key_layout = layout
+        _require_lengths(layout, query_lengths, "query", "layout")
+        _require_lengths(key_layout, key_lengths, "key", "key_layout" if self.key_layout else "layout")
+        return layout, key_layout
+
+    def lengths(self, ring_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens that every rank holds, when the layouts alone say it."""
+        layout = resolve_layout(self.layout, 0, ring_size)
+        key_layout = resolve_layout(self.key_layout, 0, ring_size) if self.key_layout else layout
+        ranks = range(ring_size)
+        return tuple(layout.local_tokens(r) for r in ranks), tuple(key_layout.local_tokens(r) for r in ranks)
+
+
+@lru_cache(maxsize=256)
+def parse_options(text: str) -> tuple[Options, Mask]:
+    """Read options back from their text, with the mask parsed."""
+    options = Options(**json.loads(text))
+    return options, parse_mask(options.mask)
+
+
+def make_options(
+    *,
+    mask: Mask | None,
+    layout: Layout | str | None,
+    key_layout: Layout | str | None,
+    scale: float | None,
+    head_dim: int,
+    direction: str,
+    forward_direction: str,
+    wire_dtype: torch.dtype | None,
+    kernel: str,
+    check: str,
+    needs: str,
+    lse_gradient: bool,
+) -> Options:
+    """Check every option and write it as text; ValueError names the value, the rule and the remedy."""
+    if mask is not None and not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a Mask such as causal() or None for full attention, got {type(mask).__name__}")
+    for name, value in (("direction", direction), ("forward_direction", forward_direction)):
+        if value not in SIDES:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, SIDES))}, got {value!r}")
+    if check not in CHECKS:
+        raise ValueError(f"check must be one of {', '.join(map(repr, CHECKS))}, got {check!r}")
+    if check == "off" and (not isinstance(layout, Layout) or isinstance(key_layout, str)):
+        raise ValueError(
+            "check='off' needs Layout objects, e.g. layout=Layout.contiguous(tokens, ring_size): "
+            "without a check no rank learns the whole length"
+        )
+    return Options(
+        mask=str(mask or full()),
+        layout=_layout_text(layout if layout is not None else "contiguous", "layout"),
+        key_layout=None if key_layout is None else _layout_text(key_layout, "key_layout"),
+        scale=_scale(scale, head_dim),
+        direction=direction,
+        forward_direction=forward_direction,
+        wire_dtype=_wire_text(wire_dtype),
+        kernel=kernel,
+        check=check,
+        needs=needs,
+        lse_gradient=lse_gradient,
+    )
+
+
+def resolve_layout(text: str, tokens: int, ring_size: int) -> Layout:
+    """A layout from its text, or from a bare name and the length."""
+    layout = Layout(text, tokens, ring_size) if text in LAYOUT_NAMES else Layout.parse(text)
+    if layout.ring_size != ring_size:
+        raise ValueError(f"layout {layout} is for a ring of {layout.ring_size}, this ring has {ring_size} ranks")
+    return layout
+
+
+def _require_lengths(layout: Layout, lengths: tuple[int, ...], what: str, argument: str) -> None:
+    for rank, length in enumerate(lengths):
+        if layout.local_tokens(rank) != length:
+            raise ValueError(
+                f"rank {rank} holds {length} {what} tokens, but {argument} {layout} gives it {layout.local_tokens(rank)}; "
+                f"shard with Layout.shard, or pass the {argument} that the data was sharded with"
+            )
+
+
+def _layout_text(layout: Layout | str, argument: str) -> str:
+    if isinstance(layout, Layout):
+        return str(layout)
+    if layout == "balanced":
+        raise ValueError(f"{argument} 'balanced' depends on length and mask; pass Layout.balanced(tokens, ring_size, mask)")
+    if layout not in LAYOUT_NAMES:
+        raise ValueError(f"{argument} must be a Layout or one of {', '.join(map(repr, LAYOUT_NAMES))}, got {layout!r}")
+    return layout
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number or None for 1/sqrt(head_dim), got {scale!r}")
+    return float(scale)
+
+
+def _wire_text(wire_dtype: torch.dtype | None) -> str | None:
+    if wire_dtype is None:
+        return None
+    for name, dtype in WIRE_DTYPES.items():
+        if dtype == wire_dtype:
+            return name
+    raise ValueError(f"wire_dtype must be None or one of {', '.join(WIRE_DTYPES)}, got {wire_dtype!r}")

@@ -1,0 +1,127 @@
+"""The plain kernel: every piece, dtype and device that torch has matmul for. Twin and fallback of all other kernels.
+
+Shapes: B batch, H query heads, G key heads, g = H / G, S query rows, K key rows, D head dim, E value head dim.
+
+Scores are built in bounded blocks, in fp32 (fp64 for fp64 inputs). The g query heads that share a key head are folded
+into its rows, so keys and values are never repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from burst_attention.geometry import Piece
+from burst_attention.merge import State
+from burst_attention.tiles.protocol import Gradients, TileKernel
+from burst_attention.tiles.split import FULL, MAX_BLOCK, Tile, allowed_block, split_piece
+
+SCORE_ELEMENTS = MAX_BLOCK * MAX_BLOCK
+"""Elements of a block of scores, all heads together."""
+
+
+class PlainKernel(TileKernel):
+    """Attention in blocks of torch matmuls."""
+
+    name = "plain"
+
+    def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
+        block = block_size(q)
+        for piece in pieces:
+            for tile in split_piece(piece, block, block, block):
+                self._forward_tile(tile, q, k, v, state.rows(tile.q0, tile.q1), scale)
+
+    def _forward_tile(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
+        compute = state.acc.dtype
+        kv_heads = k.shape[1]
+        q_BGSD = fold_heads(q[:, :, tile.queries].to(compute), kv_heads)
+        scores_BGSK = scaled_scores(tile, q_BGSD, k[:, :, tile.keys].to(compute), scale)
+        acc_BGSE, peak_BGS, total_BGS = (fold_heads(part, kv_heads) for part in state)
+        peak = torch.maximum(peak_BGS, scores_BGSK.amax(-1))
+        # Rows without keys so far: any finite shift keeps exp(-inf) at 0.
+        shift = peak.masked_fill(peak == float("-inf"), 0.0)
+        weights_BGSK = scores_BGSK.sub_(shift.unsqueeze(-1)).exp_()
+        carried = torch.exp(peak_BGS - shift)
+        total = total_BGS * carried + weights_BGSK.sum(-1)
+        acc = acc_BGSE * carried.unsqueeze(-1) + weights_BGSK @ v[:, :, tile.keys].to(compute)
+        for part, value in zip(state, (acc, peak, total), strict=True):
+            part.copy_(unfold_heads(value, part))
+
+    def backward(
+        self,
+        pieces: Sequence[Piece],
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        out: Tensor | None,
+        gradients: Gradients,
+        scale: float,
+    ) -> None:
+        block = block_size(q)
+        for piece in pieces:
+            for tile in split_piece(piece, block, block, block):
+                rows = (x[:, :, tile.queries] for x in (dout, q, lse, delta))
+                self._backward_tile(tile, *rows, k[:, :, tile.keys], v[:, :, tile.keys], gradients, scale)
+
+    def _backward_tile(
+        self,
+        tile: Tile,
+        dout: Tensor,
+        q: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gradients: Gradients,
+        scale: float,
+    ) -> None:
+        compute, kv_heads = lse.dtype, k.shape[1]
+        dout_BGSE, q_BGSD = (fold_heads(x.to(compute), kv_heads) for x in (dout, q))
+        lse_BGS, delta_BGS = (fold_heads(x, kv_heads) for x in (lse, delta))
+        k_BGKD, v_BGKE = k.to(compute), v.to(compute)
+        scores_BGSK = scaled_scores(tile, q_BGSD, k_BGKD, scale)
+        # A row without keys has lse = -inf; +inf makes its weights 0 instead of NaN.
+        lse_BGS = lse_BGS.masked_fill(lse_BGS == float("-inf"), float("inf"))
+        weights_BGSK = scores_BGSK.sub_(lse_BGS.unsqueeze(-1)).exp_()
+        if gradients.dv is not None:
+            gradients.dv[:, :, tile.keys] += weights_BGSK.transpose(-1, -2) @ dout_BGSE
+        if gradients.dq is None and gradients.dk is None:
+            return
+        dscores_BGSK = (dout_BGSE @ v_BGKE.transpose(-1, -2)).sub_(delta_BGS.unsqueeze(-1)).mul_(weights_BGSK).mul_(scale)
+        if gradients.dk is not None:
+            gradients.dk[:, :, tile.keys] += dscores_BGSK.transpose(-1, -2) @ q_BGSD
+        if gradients.dq is not None:
+            dq = gradients.dq[:, :, tile.queries]
+            dq += unfold_heads(dscores_BGSK @ k_BGKD, dq)
+
+
+def block_size(q: Tensor) -> int:
+    """Rows and columns of a block, so that the scores of all heads together stay within SCORE_ELEMENTS."""
+    return max(1, min(MAX_BLOCK, math.isqrt(SCORE_ELEMENTS // max(1, q.shape[0] * q.shape[1]))))
+
+
+def scaled_scores(tile: Tile, q_BGSD: Tensor, k_BGKD: Tensor, scale: float) -> Tensor:
+    """(B, G, g * S, K) scores of a tile, -inf where a pair does not exist."""
+    scores = (q_BGSD @ k_BGKD.transpose(-1, -2)).mul_(scale)
+    if tile.kind != FULL:
+        forbidden = allowed_block(tile, q_BGSD.device).logical_not_()
+        groups = q_BGSD.shape[2] // tile.piece.q_count
+        scores.masked_fill_(forbidden.repeat(groups, 1), float("-inf"))
+    return scores
+
+
+def fold_heads(x: Tensor, kv_heads: int) -> Tensor:
+    """(B, H, S, ...) as (B, G, g * S, ...): query heads that share a key head become its rows."""
+    batch, _, _, *rest = x.shape
+    return x.reshape(batch, kv_heads, -1, *rest)
+
+
+def unfold_heads(x: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `fold_heads`, in the shape of `like`."""
+    return x.reshape(like.shape)
