@@ -3,7 +3,8 @@
 Shapes: B batch, H query heads, G key heads, S local query tokens, K local key tokens, D head dim, E value head dim.
 
 An operator, unlike an autograd.Function, can be kept by torch's selective checkpointing instead of being recomputed:
-name `torch.ops.burst_attention.forward.default` in the policy.
+name `torch.ops.burst_attention.forward.default` in the policy. The operators are defined through torch.library's plain
+calls: its `custom_op` decorator does the same but imports the compiler at the first call, two seconds in every process.
 """
 
 from __future__ import annotations
@@ -22,15 +23,26 @@ from burst_attention.schedule import Plan, build_plan
 from burst_attention.tiles import TileKernel, TileRequest, pick_kernel
 
 
-@torch.library.custom_op("burst_attention::forward", mutates_args=())
-def forward_op(q: Tensor, k: Tensor, v: Tensor, options: str, ring: str) -> tuple[Tensor, Tensor]:
+FORWARD, BACKWARD = "burst_attention::forward", "burst_attention::backward"
+torch.library.define(FORWARD, "(Tensor q, Tensor k, Tensor v, str options, str ring) -> (Tensor, Tensor)")
+torch.library.define(
+    BACKWARD,
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, str options, str ring, str needs)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+forward_op = torch.ops.burst_attention.forward.default
+backward_op = torch.ops.burst_attention.backward.default
+
+
+@torch.library.impl(FORWARD, "default")
+def _forward_impl(q: Tensor, k: Tensor, v: Tensor, options: str, ring: str) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over the keys of all ranks."""
     with torch.autocast(q.device.type, enabled=False):
         return run_forward(q, k, v, options, ring_named(ring))
 
 
-@torch.library.custom_op("burst_attention::backward", mutates_args=())
-def backward_op(
+@torch.library.impl(BACKWARD, "default")
+def _backward_impl(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -104,14 +116,14 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype
     return delta if dlse is None else delta - dlse
 
 
-@forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, options: str, ring: str) -> tuple[Tensor, Tensor]:
+@torch.library.register_fake(FORWARD)
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, options: str, ring: str) -> tuple[Tensor, Tensor]:
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=accumulate)
 
 
-@backward_op.register_fake
-def _(
+@torch.library.register_fake(BACKWARD)
+def _backward_fake(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -144,11 +156,11 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     return *(x if name in needs else None for name, x in zip("qkv", gradients, strict=True)), None, None
 
 
-forward_op.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd(FORWARD, _backward, setup_context=_save)
 
 
 def _refuse_double_backward(ctx: Any, *gradients: Tensor | None) -> Any:
     raise RuntimeError("burst_attention has no double backward: gradients of its gradients are not implemented")
 
 
-backward_op.register_autograd(_refuse_double_backward)
+torch.library.register_autograd(BACKWARD, _refuse_double_backward)

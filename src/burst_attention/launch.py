@@ -1,0 +1,105 @@
+"""Start the ranks of a ring as processes on this machine: gloo on the loopback interface, a FileStore, no open port."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from burst_attention.ring import Ring
+
+Result = TypeVar("Result")
+START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class RankFailed(RuntimeError):
+    """A rank's process raised, died or did not answer; `errors` holds what is known of each rank."""
+
+    def __init__(self, errors: dict[int, str]) -> None:
+        self.errors = errors
+        super().__init__("; ".join(f"rank {rank}: {error}" for rank, error in sorted(errors.items())))
+
+
+def run_processes(
+    fn: Callable[[Ring], Result], ring_size: int, *, timeout: float = 600.0, ring_timeout: float = 60.0, threads: int = 1
+) -> list[Result]:
+    """Run `fn(ring)` in `ring_size` processes and return their results in rank order.
+
+    Raises RankFailed when any of them raises, dies, or is not done after `timeout` seconds; none is left behind.
+    On Linux processes are forked and `fn` may be a closure; elsewhere it must be picklable.
+    """
+    context = multiprocessing.get_context(START_METHOD)
+    with tempfile.TemporaryDirectory(prefix="burst-ring-") as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(ring_size)]
+        processes = [
+            context.Process(
+                target=_rank_main,
+                args=(fn, rank, ring_size, os.path.join(folder, "store"), pipes[rank][1], ring_timeout, threads),
+                daemon=True,
+            )
+            for rank in range(ring_size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            for _, sender in pipes:
+                sender.close()
+            return _collect([receiver for receiver, _ in pipes], processes, timeout)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def _rank_main(
+    fn: Callable[[Ring], Any], rank: int, size: int, store: str, pipe: Connection, ring_timeout: float, threads: int
+) -> None:
+    # First of all: a forked child hangs in its first parallel region when it inherits the parent's thread pool.
+    torch.set_num_threads(threads)
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+        result = fn(Ring.from_group(timeout=ring_timeout))
+        pipe.send((True, result))
+        # A rank that ended while others still talk to it would look like a dead one.
+        dist.barrier()
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            pipe.send((False, f"{type(error).__name__}: {error}"))
+    finally:
+        pipe.close()
+        sys.stdout.flush()
+        # Skip interpreter shutdown: daemon threads may still be blocked inside gloo.
+        os._exit(0)
+
+
+def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    waiting = dict(zip(pipes, range(len(pipes)), strict=True))
+    while waiting and time.monotonic() < deadline:
+        for pipe in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                succeeded, value = pipe.recv()
+            except EOFError:
+                processes[rank].join(5)
+                succeeded, value = False, f"died with exit code {processes[rank].exitcode}"
+            (results if succeeded else errors)[rank] = value
+    errors |= {rank: f"not done after {timeout:g} s" for rank in waiting.values()}
+    if errors:
+        raise RankFailed(errors)
+    return [results[rank] for rank in range(len(pipes))]
