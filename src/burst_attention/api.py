@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -169,7 +170,9 @@ def plan(
     for name, given, found in (("tokens", tokens, query_layout), ("key_tokens", key_tokens, keys_layout)):
         if given is not None and given != found.tokens:
             raise ValueError(f"{name} {given} differs from the layout's {found.tokens} ({found})")
-    return build_plan(mask or full(), query_layout, keys_layout, shapes, forward_direction, direction, wire_dtype, needs)
+    built = build_plan(mask or full(), query_layout, keys_layout, shapes, forward_direction, direction, wire_dtype, needs)
+    kernel = pick_kernel("auto", TileRequest("cpu", dtype, shapes.head_dim, shapes.value_dim))
+    return replace(built, workspace=kernel.workspace_bytes)
 
 
 def _refuse_arguments(arguments: dict[str, Any]) -> None:

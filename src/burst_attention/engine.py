@@ -211,7 +211,7 @@ def add_results(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Non
         merge(State(*(mine[name] for name in STATE_FIELDS)), State(*(theirs[name] for name in STATE_FIELDS)))
         return
     for name, view in mine.items():
-        view += theirs[name]
+        view.add_(theirs[name])
 
 
 def forward_compute(kernel: TileKernel, scale: float) -> Compute:

@@ -115,13 +115,21 @@ def _listen(group: Any, peer: int, inbox: Inbox) -> None:
 
 def _complete(posted: queue.SimpleQueue[Pending | None], inbox: Inbox) -> None:
     """Wait for transfers in the order they were posted, so that the caller's thread can watch the control channel."""
-    while (pending := posted.get()) is not None:
-        for parcel, work in pending.works:
-            try:
-                work.wait()
-            except Exception as error:
-                pending.error = parcel, error
-                break
-        with inbox.changed:
-            pending.done = True
-            inbox.changed.notify_all()
+    while _complete_one(posted.get(), inbox):
+        pass
+
+
+def _complete_one(pending: Pending | None, inbox: Inbox) -> bool:
+    """Wait for one post; its buffers must not stay alive here while the thread waits for the next."""
+    if pending is None:
+        return False
+    for parcel, work in pending.works:
+        try:
+            work.wait()
+        except Exception as error:
+            pending.error = parcel, error
+            break
+    with inbox.changed:
+        pending.done = True
+        inbox.changed.notify_all()
+    return True

@@ -7,6 +7,7 @@ towards the next visitor or home. Round 0 and the last round compute home's own 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -140,6 +141,8 @@ class Plan:
     key_layout: Layout
     forward: PhasePlan
     backward: PhasePlan | None
+    workspace: Callable[[PhasePlan, Round, bool], int] | None = None
+    """Bytes that the kernel allocates for itself in a round, visiting or at home; `plan()` fills it in."""
 
     def phase(self, name: str) -> PhasePlan:
         """The plan of "forward" or "backward"."""
@@ -172,7 +175,7 @@ class Plan:
         """Most bytes that a call holds at once beyond the caller's q, k, v and dout: outputs, buffers and workspace."""
         from burst_attention.schedule.memory import peak_bytes
 
-        return peak_bytes(self, rank)
+        return peak_bytes(self, rank, self.workspace or (lambda phase, step, visiting: 0))
 
     def __str__(self) -> str:
         from burst_attention.schedule.describe import describe

@@ -10,12 +10,15 @@ travel. That serves rows whose gradient comes through out alone; a gradient on l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from burst_attention.geometry import Piece
 from burst_attention.merge import State, merge_partial
+from burst_attention.schedule import PhasePlan, Round, Shapes
 from burst_attention.tiles.protocol import Gradients, TileKernel
 from burst_attention.tiles.split import CAUSAL, MASKED, Tile, allowed_block, rows_without_keys, split_piece
 
@@ -25,29 +28,46 @@ FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 FORWARD_ROWS, FORWARD_COLS = 2048, 8192
 BACKWARD_ROWS, BACKWARD_COLS = 2048, 2048
 
+SCORE_BYTES = 256 * 512 * 4
+"""A block of scores inside the operator, per thread; its backward has two."""
+
+MASK_BUILDING = 7
+"""Bytes per element while a mask is built: a distance and three flags."""
+
 
 class CpuFlashKernel(TileKernel):
     """torch's CPU flash attention for fp32 and bf16, with equal head dims of q, k and v."""
 
     name = "flash"
 
+    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
+        moved = phase.direction if visiting else "nothing"
+        if phase.phase == "forward":
+            tiles = [tile for piece in step.pieces for tile in split_piece(piece, FORWARD_ROWS, FORWARD_COLS)]
+            return max(_forward_bytes(tile, phase.shapes, moved) for tile in tiles)
+        tiles = [tile for piece in step.pieces for tile in split_piece(piece, BACKWARD_ROWS, BACKWARD_COLS)]
+        return max(_backward_bytes(tile, phase.shapes, moved) for tile in tiles)
+
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         for piece in pieces:
             for tile in split_piece(piece, FORWARD_ROWS, FORWARD_COLS):
-                out, lse = FLASH(
-                    dense_rows(q[:, :, tile.queries]),
-                    dense_rows(k[:, :, tile.keys]),
-                    dense_rows(v[:, :, tile.keys]),
-                    is_causal=tile.kind == CAUSAL,
-                    attn_mask=additive_mask(tile, q),
-                    scale=scale,
-                )
-                empty = rows_without_keys(tile, q.device)
-                if empty is not None:
-                    # The operator gives such rows lse 0 and an average of all values.
-                    out = out.masked_fill(empty[:, None], 0.0)
-                    lse = lse.masked_fill(empty, float("-inf"))
-                merge_partial(state.rows(tile.q0, tile.q1), out, lse)
+                self._forward_tile(tile, q, k, v, state.rows(tile.q0, tile.q1), scale)
+
+    def _forward_tile(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
+        out, lse = FLASH(
+            dense_rows(q[:, :, tile.queries]),
+            dense_rows(k[:, :, tile.keys]),
+            dense_rows(v[:, :, tile.keys]),
+            is_causal=tile.kind == CAUSAL,
+            attn_mask=additive_mask(tile, q),
+            scale=scale,
+        )
+        empty = rows_without_keys(tile, q.device)
+        if empty is not None:
+            # The operator gives such rows lse 0 and an average of all values.
+            out.masked_fill_(empty[:, None], 0.0)
+            lse.masked_fill_(empty, float("-inf"))
+        merge_partial(state, out, lse)
 
     def backward(
         self,
@@ -62,34 +82,79 @@ class CpuFlashKernel(TileKernel):
         gradients: Gradients,
         scale: float,
     ) -> None:
-        rows: tuple[int, int] | None = None
-        for piece in pieces:
-            for tile in split_piece(piece, BACKWARD_ROWS, BACKWARD_COLS):
-                if rows != (tile.q0, tile.q1):
-                    rows = tile.q0, tile.q1
-                    dout_rows, q_rows = (dense_rows(x[:, :, tile.queries]) for x in (dout, q))
-                    if out is None:
-                        out_rows = projection(dout_rows, delta[:, :, tile.queries])
-                    else:
-                        out_rows = dense_rows(out[:, :, tile.queries])
-                    lse_rows = lse[:, :, tile.queries]
-                    # A row without keys has lse = -inf; +inf makes its weights 0 instead of NaN.
-                    lse_rows = lse_rows.masked_fill(lse_rows == float("-inf"), float("inf")).contiguous()
-                dq, dk, dv = FLASH_BACKWARD(
-                    dout_rows,
-                    q_rows,
-                    dense_rows(k[:, :, tile.keys]),
-                    dense_rows(v[:, :, tile.keys]),
-                    out_rows,
-                    lse_rows,
-                    dropout_p=0.0,
-                    is_causal=tile.kind == CAUSAL,
-                    attn_mask=additive_mask(tile, q),
-                    scale=scale,
-                )
-                for total, part, where in zip(gradients, (dq, dk, dv), (tile.queries, tile.keys, tile.keys), strict=True):
-                    if total is not None:
-                        total[:, :, where] += part
+        tiles = (tile for piece in pieces for tile in split_piece(piece, BACKWARD_ROWS, BACKWARD_COLS))
+        for _, neighbours in groupby(tiles, key=lambda tile: (tile.q0, tile.q1)):
+            first, *rest = neighbours
+            rows = _prepare_rows(first.queries, dout, q, lse, delta, out)
+            for tile in (first, *rest):
+                self._backward_tile(tile, rows, k, v, gradients, scale)
+            del rows
+
+    def _backward_tile(
+        self, tile: Tile, rows: QueryRows, k: Tensor, v: Tensor, gradients: Gradients, scale: float
+    ) -> None:
+        parts = FLASH_BACKWARD(
+            rows.dout,
+            rows.q,
+            dense_rows(k[:, :, tile.keys]),
+            dense_rows(v[:, :, tile.keys]),
+            rows.out,
+            rows.lse,
+            dropout_p=0.0,
+            is_causal=tile.kind == CAUSAL,
+            attn_mask=additive_mask(tile, rows.q),
+            scale=scale,
+        )
+        for total, part, where in zip(gradients, parts, (tile.queries, tile.keys, tile.keys), strict=True):
+            if total is not None:
+                total[:, :, where].add_(part)
+
+
+class QueryRows(NamedTuple):
+    """The query side of a row of tiles, as the operator's backward wants it."""
+
+    dout: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def _prepare_rows(
+    queries: slice, dout: Tensor, q: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
+) -> QueryRows:
+    dout_rows = dense_rows(dout[:, :, queries])
+    out_rows = projection(dout_rows, delta[:, :, queries]) if out is None else dense_rows(out[:, :, queries])
+    # A row without keys has lse = -inf; +inf makes its weights 0 instead of NaN.
+    lse_rows = lse[:, :, queries]
+    lse_rows = lse_rows.masked_fill(lse_rows == float("-inf"), float("inf")).contiguous()
+    return QueryRows(dout_rows, dense_rows(q[:, :, queries]), out_rows, lse_rows)
+
+
+def _forward_bytes(tile: Tile, shapes: Shapes, moved: str) -> int:
+    """Most bytes at once while one tile is computed: inputs made dense, mask and output, then the merge's cast."""
+    query, key, mask, cast = _tile_bytes(tile, shapes)
+    dense = {"kv": 2 * key, "query": query}.get(moved, 0)
+    return max(dense + MASK_BUILDING * mask, dense + mask * shapes.dtype.itemsize + query + SCORE_BYTES, query + cast)
+
+
+def _backward_bytes(tile: Tile, shapes: Shapes, moved: str) -> int:
+    """The same for backward, where the operator also makes a copy of its queries and a second block of scores."""
+    query, key, mask, cast = _tile_bytes(tile, shapes)
+    kept = 3 * query if moved == "query" else 0
+    preparing = query + 4 * cast if moved == "query" else 0
+    dense = 2 * key if moved == "kv" else 0
+    results = query + 2 * key
+    inside = mask * shapes.dtype.itemsize + results + query + 2 * SCORE_BYTES
+    return max(preparing, kept + max(dense + MASK_BUILDING * mask, dense + inside, results + cast))
+
+
+def _tile_bytes(tile: Tile, shapes: Shapes) -> tuple[int, int, int, int]:
+    """Bytes of a tile's rows on either side, elements of its mask, and bytes of a cast to fp32."""
+    size = shapes.dtype.itemsize
+    query = (tile.q1 - tile.q0) * shapes.batch * shapes.heads * shapes.head_dim * size
+    key = (tile.k1 - tile.k0) * shapes.batch * shapes.kv_heads * shapes.head_dim * size
+    mask = (tile.q1 - tile.q0) * (tile.k1 - tile.k0) if tile.kind == MASKED else 0
+    return query, key, mask, 0 if size == 4 else max(query, key) * 4 // size
 
 
 def dense_rows(x: Tensor) -> Tensor:

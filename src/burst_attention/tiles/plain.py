@@ -16,6 +16,7 @@ from torch import Tensor
 
 from burst_attention.geometry import Piece
 from burst_attention.merge import State
+from burst_attention.schedule import PhasePlan, Round
 from burst_attention.tiles.protocol import Gradients, TileKernel
 from burst_attention.tiles.split import FULL, MAX_BLOCK, Tile, allowed_block, split_piece
 
@@ -28,8 +29,18 @@ class PlainKernel(TileKernel):
 
     name = "plain"
 
+    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
+        shapes, size = phase.shapes, phase.shapes.accumulate_dtype.itemsize
+        block = block_size(shapes.batch * shapes.heads)
+        rows = min(block, max(p.q_count for p in step.pieces))
+        cols = min(block, max(p.k_count for p in step.pieces))
+        scores = shapes.batch * shapes.heads * rows * cols
+        query = rows * shapes.batch * shapes.heads * (shapes.head_dim + shapes.value_dim)
+        key = cols * shapes.batch * shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
+        return ((1 if phase.phase == "forward" else 2) * scores + query + key) * size
+
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
-        block = block_size(q)
+        block = block_size(q.shape[0] * q.shape[1])
         for piece in pieces:
             for tile in split_piece(piece, block, block, block):
                 self._forward_tile(tile, q, k, v, state.rows(tile.q0, tile.q1), scale)
@@ -63,7 +74,7 @@ class PlainKernel(TileKernel):
         gradients: Gradients,
         scale: float,
     ) -> None:
-        block = block_size(q)
+        block = block_size(q.shape[0] * q.shape[1])
         for piece in pieces:
             for tile in split_piece(piece, block, block, block):
                 rows = (x[:, :, tile.queries] for x in (dout, q, lse, delta))
@@ -90,20 +101,20 @@ class PlainKernel(TileKernel):
         lse_BGS = lse_BGS.masked_fill(lse_BGS == float("-inf"), float("inf"))
         weights_BGSK = scores_BGSK.sub_(lse_BGS.unsqueeze(-1)).exp_()
         if gradients.dv is not None:
-            gradients.dv[:, :, tile.keys] += weights_BGSK.transpose(-1, -2) @ dout_BGSE
+            gradients.dv[:, :, tile.keys].add_(weights_BGSK.transpose(-1, -2) @ dout_BGSE)
         if gradients.dq is None and gradients.dk is None:
             return
         dscores_BGSK = (dout_BGSE @ v_BGKE.transpose(-1, -2)).sub_(delta_BGS.unsqueeze(-1)).mul_(weights_BGSK).mul_(scale)
         if gradients.dk is not None:
-            gradients.dk[:, :, tile.keys] += dscores_BGSK.transpose(-1, -2) @ q_BGSD
+            gradients.dk[:, :, tile.keys].add_(dscores_BGSK.transpose(-1, -2) @ q_BGSD)
         if gradients.dq is not None:
             dq = gradients.dq[:, :, tile.queries]
-            dq += unfold_heads(dscores_BGSK @ k_BGKD, dq)
+            dq.add_(unfold_heads(dscores_BGSK @ k_BGKD, dq))
 
 
-def block_size(q: Tensor) -> int:
-    """Rows and columns of a block, so that the scores of all heads together stay within SCORE_ELEMENTS."""
-    return max(1, min(MAX_BLOCK, math.isqrt(SCORE_ELEMENTS // max(1, q.shape[0] * q.shape[1]))))
+def block_size(heads: int) -> int:
+    """Rows and columns of a block, so that the scores of all heads of the batch stay within SCORE_ELEMENTS."""
+    return max(1, min(MAX_BLOCK, math.isqrt(SCORE_ELEMENTS // heads)))
 
 
 def scaled_scores(tile: Tile, q_BGSD: Tensor, k_BGKD: Tensor, scale: float) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from burst_attention.geometry import Piece
 from burst_attention.merge import State
+from burst_attention.schedule import PhasePlan, Round
 
 
 class Gradients(NamedTuple):
@@ -27,6 +28,10 @@ class TileKernel(ABC):
     """Computes pieces on one device. Tensors may be strided views; inputs are never written."""
 
     name: str
+
+    @abstractmethod
+    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
+        """Bytes that the kernel allocates for itself, at most at once, to compute a round on one device."""
 
     @abstractmethod
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:

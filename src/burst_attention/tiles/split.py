@@ -88,8 +88,8 @@ def _tile(piece: Piece, x0: int, x1: int, y0: int, y1: int, kind: str) -> Tile:
 
 def allowed_block(tile: Tile, device: torch.device) -> Tensor:
     """(queries, keys) bool: the pairs of a tile that exist."""
-    x = torch.arange(tile.piece.q_count, device=device) * tile.piece.q_stride
-    y = torch.arange(tile.piece.k_count, device=device) * tile.piece.k_stride
+    x = torch.arange(tile.piece.q_count, device=device, dtype=torch.int32) * tile.piece.q_stride
+    y = torch.arange(tile.piece.k_count, device=device, dtype=torch.int32) * tile.piece.k_stride
     distance = x[:, None] - y[None, :]
     return (distance >= tile.piece.low) & (distance < tile.piece.high)
 

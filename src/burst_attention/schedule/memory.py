@@ -1,0 +1,51 @@
+"""What a phase holds at once: the accumulators and buffers that the engine allocates, and the kernel's workspace.
+
+Counted beyond the caller's q, k, v and dout. Buffers are allocated once per call, so the peak is their sum plus the
+largest workspace of any round, and does not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from burst_attention.schedule.bundles import make_bundle
+from burst_attention.schedule.plan import PhasePlan, Plan, Round
+
+Workspace = Callable[[PhasePlan, Round, bool], int]
+"""Bytes that a kernel allocates for itself in a round; the flag says whether the moving side is visiting."""
+
+
+def peak_bytes(plan: Plan, rank: int, workspace: Workspace) -> int:
+    """The larger of the two phases. Backward also holds what forward kept for it: out and lse."""
+    forward = accumulator_bytes(plan, rank, "forward") + phase_bytes(plan.forward, rank, workspace)
+    if plan.backward is None:
+        return forward
+    kept = _row_bytes(plan.forward, ("dout", "lse"), rank, plan)
+    backward = accumulator_bytes(plan, rank, "backward") + phase_bytes(plan.backward, rank, workspace)
+    return max(forward, kept + backward)
+
+
+def phase_bytes(phase: PhasePlan, rank: int, workspace: Workspace) -> int:
+    """Travelling buffers and the largest workspace of one phase."""
+    operands = sum(phase.slot_rows(rank)) * phase.operands.row_bytes
+    computed, received, returned = phase.result_slot_rows(rank)
+    precise = make_bundle(phase.results.names, phase.shapes)
+    results = computed * (precise.row_bytes + phase.results.row_bytes) + (received + returned) * phase.results.row_bytes
+    work = (workspace(phase, step, step.block != rank) for step in phase.rounds[rank] if step.pieces)
+    return operands + results + max(work, default=0)
+
+
+def accumulator_bytes(plan: Plan, rank: int, phase: str) -> int:
+    """What a phase accumulates at home: the state of the queries, or delta and the gradients that are wanted."""
+    if phase == "forward":
+        return _row_bytes(plan.forward, ("acc", "peak", "total"), rank, plan)
+    assert plan.backward is not None
+    names = ("delta", *(f"d{name}" for name in plan.backward.needs))
+    return _row_bytes(plan.backward, names, rank, plan)
+
+
+def _row_bytes(phase: PhasePlan, names: tuple[str, ...], rank: int, plan: Plan) -> int:
+    """Bytes of home tensors with a row for each of a rank's queries or keys."""
+    fields = make_bundle(names, phase.shapes).fields
+    rows = {True: plan.key_layout.local_tokens(rank), False: plan.layout.local_tokens(rank)}
+    return sum(field.row_bytes * rows[field.name in ("dk", "dv")] for field in fields)
