@@ -33,7 +33,7 @@ class LocalCall:
     def record(self) -> dict[str, Any]:
         """The fixed fields that cross the control channel."""
         shapes, options = self.shapes, self.options
-        rest = f"kernel={options.kernel} wire_dtype={options.wire_dtype} lse_gradient={options.lse_gradient}"
+        rest = f"kernel={options.kernel} wire_dtype={options.wire_dtype} return_lse={options.returns_lse}"
         return {
             "phase": self.phase,
             "batch": shapes.batch,

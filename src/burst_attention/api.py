@@ -114,7 +114,7 @@ def burst_attention(
             kernel=kernel,
             check=check,
             needs=needs,
-            lse_gradient=bool(return_lse and needs),
+            returns_lse=bool(return_lse),
         )
         _require_shards(q, k, v, options, mask, ring)
     except (ValueError, TypeError) as error:
@@ -160,7 +160,7 @@ def plan(
     options = make_options(
         mask=mask, layout=layout, key_layout=key_layout, scale=None, head_dim=head_dim, direction=direction,
         forward_direction=forward_direction, wire_dtype=wire_dtype, kernel="auto", check="always", needs=needs,
-        lse_gradient=False,
+        returns_lse=False,
     )  # fmt: skip
     query_layout = resolve_layout(options.layout, tokens, ring_size)
     if options.key_layout is None and key_tokens not in (None, tokens) and isinstance(layout, Layout):
@@ -219,7 +219,7 @@ def _require_shards(q: Tensor, k: Tensor, v: Tensor, options: Options, mask: Mas
     """What one rank can know before the agreement: dtypes match, layouts fit the ring and this rank's lengths."""
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or use autocast")
-    pick_kernel(options.kernel, TileRequest(q.device.type, q.dtype, q.shape[3], v.shape[3], options.lse_gradient))
+    pick_kernel(options.kernel, TileRequest(q.device.type, q.dtype, q.shape[3], v.shape[3], options.returns_lse))
     texts = {"layout": options.layout, "key_layout": options.key_layout}
     for argument, text in texts.items():
         if text is None or "(" not in text:

@@ -8,6 +8,7 @@ stand in for home's tensors of the same names, so every direction is the same lo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from burst_attention.geometry import Piece, Rows, count_rows, row_offset, unite_rows
 from burst_attention.merge import State, clear, merge
-from burst_attention.ring import Parcel, Ring
+from burst_attention.ring import Parcel, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer, make_bundle
 from burst_attention.schedule.plan import OPERAND, RESULT
 from burst_attention.tiles import Gradients, TileKernel
@@ -103,8 +104,13 @@ class PhaseRun:
         sends = [self._parcel(t.target, t, self._outgoing(t, step)) for t in step.sends]
         receives = [self._parcel(t.source, t, self._incoming(t, step)) for t in step.receives]
         pending = self.ring.post(sends, receives, where)
+        started = time.perf_counter()
         self._compute_round(step)
+        computed = time.perf_counter()
         self.ring.wait(pending)
+        if self.ring.trace is not None:
+            times = computed - started, time.perf_counter() - computed
+            self.ring.trace.append(TraceEvent(self.plan.phase, step.index, step.block, started, *times))
         for transfer in step.receives:
             if transfer.channel == RESULT:
                 self._combine(transfer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -39,6 +40,7 @@ def run_processes(
     On Linux processes are forked and `fn` may be a closure; elsewhere it must be picklable.
     """
     context = multiprocessing.get_context(START_METHOD)
+    _load_what_ranks_need()
     with tempfile.TemporaryDirectory(prefix="burst-ring-") as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(ring_size)]
         processes = [
@@ -62,6 +64,14 @@ def run_processes(
                 process.join()
 
 
+def _load_what_ranks_need() -> None:
+    """torch imports sympy at the first gradient with respect to a given dout; better once here than in every fork."""
+    if START_METHOD == "fork":
+        x = torch.zeros((), requires_grad=True)
+        with torch.enable_grad():
+            torch.autograd.grad(x * 1, x, torch.zeros(()))
+
+
 def _rank_main(
     fn: Callable[[Ring], Any], rank: int, size: int, store: str, pipe: Connection, ring_timeout: float, threads: int
 ) -> None:
@@ -71,12 +81,13 @@ def _rank_main(
     try:
         dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
         result = fn(Ring.from_group(timeout=ring_timeout))
-        pipe.send((True, result))
+        # Plain pickle copies tensors; multiprocessing's own would hand over files that end with this process.
+        pipe.send_bytes(pickle.dumps((True, result)))
         # A rank that ended while others still talk to it would look like a dead one.
         dist.barrier()
     except BaseException as error:
         with contextlib.suppress(OSError):
-            pipe.send((False, f"{type(error).__name__}: {error}"))
+            pipe.send_bytes(pickle.dumps((False, f"{type(error).__name__}: {error}")))
     finally:
         pipe.close()
         sys.stdout.flush()
@@ -94,7 +105,7 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> l
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
-                succeeded, value = pipe.recv()
+                succeeded, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join(5)
                 succeeded, value = False, f"died with exit code {processes[rank].exitcode}"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from burst_attention.geometry import Band, Run, cut
-from burst_attention.mask import Mask, mask_from_node
+from burst_attention.mask import Mask, mask_from_node, parse_expression
 
 LAYOUT_NAMES = ("contiguous", "zigzag", "striped")
 
@@ -77,7 +77,7 @@ class Layout:
     def parse(cls, text: str) -> Layout:
         """Read a layout back from its text, e.g. "zigzag(1000, 4)". Nothing is evaluated."""
         try:
-            node = ast.parse(text.strip(), mode="eval").body
+            node = parse_expression(text)
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.keywords:
                 raise ValueError("it is not of the form name(tokens, ring_size, start)")
             name, args = node.func.id, list(node.args)

@@ -13,6 +13,7 @@ A mask is a small expression, printed as it is written in Python, and reduces to
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -184,6 +185,8 @@ _BANDS: dict[str, Callable[..., list[Band]]] = {
     "blocks": _block_bands,
 }
 
+_PARSING = threading.Lock()
+
 _BUILDERS: dict[str, Callable[..., Mask]] = {
     "full": full,
     "causal": causal,
@@ -197,10 +200,16 @@ _BUILDERS: dict[str, Callable[..., Mask]] = {
 def parse_mask(text: str) -> Mask:
     """Read a mask back from its text, e.g. "causal() & (window(64) | prefix(4))". Nothing is evaluated."""
     try:
-        return mask_from_node(ast.parse(text.strip(), mode="eval").body)
+        return mask_from_node(parse_expression(text))
     except (SyntaxError, ValueError, TypeError) as error:
         names = ", ".join(_BUILDERS)
         raise ValueError(f"cannot read mask {text!r}: {error}; use {names}, composed with & and |") from None
+
+
+def parse_expression(text: str) -> ast.expr:
+    """The syntax tree of an expression. Python 3.11's parser fails at times when two threads are in it, so one at once."""
+    with _PARSING:
+        return ast.parse(text.strip(), mode="eval").body
 
 
 def mask_from_node(node: ast.AST) -> Mask:

@@ -34,7 +34,7 @@ class Options:
     kernel: str
     check: str
     needs: str
-    lse_gradient: bool
+    returns_lse: bool
 
     def __str__(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -80,7 +80,7 @@ def make_options(
     kernel: str,
     check: str,
     needs: str,
-    lse_gradient: bool,
+    returns_lse: bool,
 ) -> Options:
     """Check every option and write it as text; ValueError names the value, the rule and the remedy."""
     if mask is not None and not isinstance(mask, Mask):
@@ -106,7 +106,7 @@ def make_options(
         kernel=kernel,
         check=check,
         needs=needs,
-        lse_gradient=lse_gradient,
+        returns_lse=returns_lse,
     )
 
 

@@ -187,14 +187,15 @@ def test_ranks_that_differ_are_all_told(case: Difference) -> None:
         assert part in text
 
 
-def test_return_lse_that_differs_in_training_is_told() -> None:
-    """It decides which gradients exist, so it must be the same; without gradients it changes nothing."""
+@pytest.mark.parametrize("needs", ["qkv", ""], ids=["training", "inference"])
+def test_return_lse_that_differs_is_told(needs: str) -> None:
+    """It decides which gradients exist and which kernel serves, so it must be the same."""
 
     def call(ring: Ring) -> Any:
-        return burst_attention(*wanting("qkv")(inputs(ring.rank)), ring=ring, return_lse=ring.rank == WRONG)
+        return burst_attention(*wanting(needs)(inputs(ring.rank)), ring=ring, return_lse=ring.rank == WRONG)
 
     text = refused_everywhere(call)
-    for part in ("ranks disagree on options", "lse_gradient=False", "rank 1 has", "lse_gradient=True", "same call"):
+    for part in ("ranks disagree on options", "return_lse=False", "rank 1 has", "return_lse=True", "the same call"):
         assert part in text
 
 
@@ -331,10 +332,9 @@ BAD = [
         change=lambda x: [x[0], x[1], x[2][..., :4]],
     ),
     Bad(
-        "flash-with-lse-gradient",
-        ("kernel 'flash' cannot serve this call", "gradient on lse", "return_lse=True", "use kernel='auto'"),
+        "flash-with-lse",
+        ("kernel 'flash' cannot serve this call: its lse", "return_lse=True", "use kernel='auto'"),
         {"kernel": "flash", "return_lse": True},
-        change=wanting("qkv"),
     ),
     Bad("layout-name", (f"layout {ONE_OF_LAYOUTS}, got 'spiral'",), {"layout": "spiral"}),
     Bad("layout-type", (f"layout {ONE_OF_LAYOUTS}, got 7",), {"layout": 7}),
@@ -585,10 +585,14 @@ def test_when_records_are_exchanged(check: str, first: int, second: int) -> None
     "changed", [{"mask": causal()}, {"scale": 0.5}, {"mask": "causal"}], ids=["mask", "scale", "bad-argument"]
 )
 def test_a_rank_that_leaves_an_agreed_call_stops_all(changed: dict[str, Any], forward_direction: str) -> None:
+    # One that fails ends the ring for those still in the call before, so all come out of it first.
+    agreed = threading.Barrier(SIZE, timeout=TIMEOUT)
+
     def body(ring: Ring) -> str:
         options: dict[str, Any] = {"check": "first", "forward_direction": forward_direction}
         for _ in range(2):
             burst_attention(*inputs(ring.rank), ring=ring, **options)
+        agreed.wait()
         if ring.rank == WRONG:
             options |= changed
         return attempt(ring, lambda: burst_attention(*inputs(ring.rank), ring=ring, **options))
@@ -609,9 +613,11 @@ def test_a_rank_that_leaves_an_agreed_call_stops_all(changed: dict[str, Any], fo
 def test_a_rank_that_checks_alone_stops_all(check: str) -> None:
     """One rank exchanges records, the others do not: both kinds hear of it at once."""
     layout = Layout.contiguous(TOKENS, SIZE)
+    agreed = threading.Barrier(SIZE, timeout=TIMEOUT)
 
     def body(ring: Ring) -> str:
         burst_attention(*inputs(ring.rank), ring=ring, layout=layout, check=check)
+        agreed.wait()
         own = "always" if ring.rank == WRONG else check
         return attempt(ring, lambda: burst_attention(*inputs(ring.rank), ring=ring, layout=layout, check=own))
 
@@ -625,9 +631,12 @@ def test_a_rank_that_changes_its_mask_in_training_stops_all() -> None:
     def step_once(ring: Ring, qkv: list[Tensor], mask: Mask) -> None:
         burst_attention(*qkv, ring=ring, mask=mask, check="first").sum().backward()
 
+    agreed = threading.Barrier(SIZE, timeout=TIMEOUT)
+
     def body(ring: Ring) -> list[str]:
         texts = []
         for step in range(3):
+            agreed.wait()
             mask = causal() if step == 2 and ring.rank == WRONG else full()
             qkv = wanting("qkv")(inputs(ring.rank))
             texts.append(attempt(ring, partial(step_once, ring, qkv, mask)))
@@ -666,6 +675,7 @@ def test_a_rank_that_leaves_an_agreed_call_stops_all_processes() -> None:
     def body(ring: Ring) -> tuple[int, str]:
         burst_attention(*inputs(ring.rank), ring=ring, check="first")
         second = control_bytes(ring, lambda: burst_attention(*inputs(ring.rank), ring=ring, check="first"))
+        torch.distributed.barrier()
         mask = causal() if ring.rank == WRONG else None
         return second, attempt(ring, lambda: burst_attention(*inputs(ring.rank), ring=ring, mask=mask, check="first"))
 

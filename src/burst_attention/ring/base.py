@@ -50,6 +50,18 @@ class Pending:
     error: tuple[Parcel, Exception] | None = None
 
 
+@dataclass(frozen=True)
+class TraceEvent:
+    """One round on one rank: seconds spent computing, and then waiting for its transfers."""
+
+    phase: str
+    round: int
+    block: int
+    started: float
+    compute: float
+    wait: float
+
+
 class Inbox:
     """What has reached a rank on its control channel; every change wakes whoever waits."""
 
@@ -96,6 +108,8 @@ class Ring(ABC):
         """Bytes of the records sent on the control channel."""
         self.agreed: dict[Any, Any] = {}
         """What earlier exchanges settled, for calls that check only once."""
+        self.trace: list[TraceEvent] | None = None
+        """Set to a list to have every round's times appended."""
         self._inbox = inbox
         self._call = 0
         _RINGS[name] = self

@@ -37,7 +37,10 @@ class PlainKernel(TileKernel):
         scores = shapes.batch * shapes.heads * rows * cols
         query = rows * shapes.batch * shapes.heads * (shapes.head_dim + shapes.value_dim)
         key = cols * shapes.batch * shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
-        return ((1 if phase.phase == "forward" else 2) * scores + query + key) * size
+        if phase.phase == "backward":
+            return (2 * scores + query + key) * size
+        # fp32 scores are summed in fp64 and then rounded: both exist for a moment.
+        return ((3 if shapes.dtype == torch.float32 else 1) * scores + query + key) * size
 
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         block = block_size(q.shape[0] * q.shape[1])
@@ -48,8 +51,10 @@ class PlainKernel(TileKernel):
     def _forward_tile(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         compute = state.acc.dtype
         kv_heads = k.shape[1]
-        q_BGSD = fold_heads(q[:, :, tile.queries].to(compute), kv_heads)
-        scores_BGSK = scaled_scores(tile, q_BGSD, k[:, :, tile.keys].to(compute), scale)
+        # Sums of fp32 products cost lse up to 4 ulp where they nearly cancel; fp64 sums keep it within 2.
+        precise = torch.float64 if q.dtype == torch.float32 and q.device.type == "cpu" else compute
+        q_BGSD = fold_heads(q[:, :, tile.queries].to(precise), kv_heads)
+        scores_BGSK = scaled_scores(tile, q_BGSD, k[:, :, tile.keys].to(precise), scale).to(compute)
         acc_BGSE, peak_BGS, total_BGS = (fold_heads(part, kv_heads) for part in state)
         peak = torch.maximum(peak_BGS, scores_BGSK.amax(-1))
         # Rows without keys so far: any finite shift keeps exp(-inf) at 0.

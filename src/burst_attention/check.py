@@ -1,0 +1,202 @@
+"""`burst check`: proves on this machine that a ring of processes computes what one device would, and moves what it says.
+
+Each case runs on W processes and is judged against the fp64 oracle, beside the error of torch's own flash operator on
+one device (exactness.py has the rule). Bytes that the plan predicts must equal the bytes that the transport counted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TextIO
+
+import torch
+from torch import Tensor
+
+from burst_attention.api import plan
+from burst_attention.exactness import Finding, Problem, Sharding, gather, judge, run_rank
+from burst_attention.launch import RankFailed, run_processes
+from burst_attention.mask import parse_mask
+from burst_attention.ring import Ring
+
+HEADS, HEAD_DIM = 8, 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table."""
+
+    problem: Problem
+    sharding: Sharding
+
+    @property
+    def name(self) -> str:
+        groups = {1: "MHA", HEADS: "MQA"}.get(HEADS // self.problem.kv_heads, f"GQA {HEADS // self.problem.kv_heads}")
+        dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.problem.dtype]
+        return f"{self.problem.mask} {self.sharding.layout} {groups} {dtype}"
+
+    @property
+    def directions(self) -> str:
+        return f"{self.sharding.forward_direction}/{self.sharding.direction}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case's outcome."""
+
+    case: str
+    directions: str
+    ranks: int
+    tokens: int
+    error: float
+    torch_error: float
+    worst: float
+    bytes_predicted: int
+    bytes_counted: int
+    control_bytes: int
+    seconds: float
+    verdict: str
+
+
+def make_cases(ranks: int, tokens: int, mask: str | None, layout: str | None, direction: str | None) -> list[Case]:
+    """The default table, narrowed to what the caller asks for."""
+    third = tokens // 3
+    packed = [length for length in (third, tokens - 2 * third, third) if length]
+    masks = [mask] if mask else [
+        "full()", "causal()", f"causal() & window({max(tokens // 8, 1)})", f"causal() & documents({packed})",
+        f"causal() | prefix({max(tokens // 10, 1)})", f"causal() & (window({max(tokens // 10, 1)}) | prefix(4))",
+    ]  # fmt: skip
+    layouts = ("contiguous", "zigzag", "striped", "balanced")
+    heads = (HEADS, HEADS // 4, 1)
+    cases = []
+    for index, text in enumerate(masks):
+        for dtype in (torch.float32, torch.bfloat16):
+            for side in (direction,) if direction else ("kv", "query"):
+                chosen = layout or layouts[(index + 1) % len(layouts)]
+                problem = Problem(tokens, text, HEADS, heads[index % len(heads)], HEAD_DIM, dtype)
+                cases.append(Case(problem, Sharding(ranks, chosen, side, side)))
+    return cases
+
+
+def run_case(ring: Ring, case: Case) -> tuple[tuple[Tensor, ...], int, int, float]:
+    """One rank's shards, the bytes its transport counted in one forward and backward, and its time."""
+    started = time.perf_counter()
+    before, control = ring.bytes_sent, ring.control_bytes
+    shards = run_rank(ring, case.problem, case.sharding)
+    return shards, ring.bytes_sent - before, ring.control_bytes - control, time.perf_counter() - started
+
+
+def predicted_bytes(case: Case) -> int:
+    """What all ranks together should send: run_rank makes one forward for lse and one forward and backward."""
+    problem, sharding = case.problem, case.sharding
+    planned = plan(
+        problem.tokens,
+        sharding.ring_size,
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
+        dtype=problem.dtype,
+        mask=parse_mask(problem.mask),
+        layout=sharding.layout_for(problem),
+        direction=sharding.direction,
+        forward_direction=sharding.forward_direction,
+    )
+    ranks = range(sharding.ring_size)
+    return sum(2 * planned.bytes_sent(rank, "forward") + planned.bytes_sent(rank, "backward") for rank in ranks)
+
+
+def evaluate(case: Case, parts: list[tuple[tuple[Tensor, ...], int, int, float]]) -> Row:
+    """Judge what the ranks returned."""
+    findings = judge(case.problem, gather(case.problem, case.sharding, [part[0] for part in parts]))
+    counted, control = sum(part[1] for part in parts), sum(part[2] for part in parts)
+    predicted = predicted_bytes(case)
+    wrong = [finding.name for finding in findings if not finding.holds]
+    if counted != predicted:
+        wrong.append("bytes")
+    worst = max((finding for finding in findings if finding.name != "lse"), key=_share_of_limit)
+    return Row(
+        case=case.name,
+        directions=case.directions,
+        ranks=case.sharding.ring_size,
+        tokens=case.problem.tokens,
+        error=worst.rms,
+        torch_error=worst.rms_yardstick,
+        worst=max(_share_of_limit(finding) for finding in findings),
+        bytes_predicted=predicted,
+        bytes_counted=counted,
+        control_bytes=control,
+        seconds=max(part[3] for part in parts),
+        verdict="ok" if not wrong else "WRONG: " + ", ".join(wrong),
+    )
+
+
+def _share_of_limit(finding: Finding) -> float:
+    """How much of what the rule allows is used: at most 1 where it holds."""
+    pairs = ((finding.rms, finding.rms_limit), (finding.largest, finding.largest_limit))
+    return max((error / limit if limit else (0.0 if error == 0 else float("inf"))) for error, limit in pairs)
+
+
+def check(cases: list[Case], ranks: int, as_json: bool, out: TextIO | None = None) -> bool:
+    """Run the table on `ranks` processes and print it; True when every verdict is ok."""
+    out = out or sys.stdout
+    printer: Callable[[Row], None] = _json_printer(out) if as_json else _table_printer(out, cases, ranks)
+    passed = True
+    for row in _rows(cases, ranks, _Progress(len(cases), sys.stderr)):
+        printer(row)
+        passed = passed and row.verdict == "ok"
+    if not as_json:
+        print(f"\n{'all cases are exact' if passed else 'NOT EXACT: see above'}", file=out)
+    return passed
+
+
+def _rows(cases: list[Case], ranks: int, progress: _Progress) -> Iterator[Row]:
+    for index, case in enumerate(cases):
+        progress.show(index, case.name)
+        try:
+            parts = run_processes(lambda ring, case=case: run_case(ring, case), ranks, timeout=600)  # type: ignore[misc]
+            row = evaluate(case, parts)
+        except RankFailed as error:
+            row = Row(case.name, case.directions, ranks, case.problem.tokens, *([float("nan")] * 3), 0, 0, 0, 0.0, f"FAILED: {error}")
+        progress.clear()
+        yield row
+
+
+class _Progress:
+    """A line that is rewritten on a terminal, and nothing elsewhere."""
+
+    def __init__(self, total: int, out: TextIO) -> None:
+        self.total, self.out = total, out if out.isatty() else None
+
+    def show(self, done: int, name: str) -> None:
+        if self.out:
+            filled = 20 * done // self.total
+            bar = "#" * filled + "-" * (20 - filled)
+            print(f"\r\033[K[{bar}] {done}/{self.total} {name[:60]}", end="", file=self.out, flush=True)
+
+    def clear(self) -> None:
+        if self.out:
+            print("\r\033[K", end="", file=self.out, flush=True)
+
+
+def _json_printer(out: TextIO) -> Callable[[Row], None]:
+    return lambda row: print(json.dumps(asdict(row)), file=out, flush=True)
+
+
+def _table_printer(out: TextIO, cases: list[Case], ranks: int) -> Callable[[Row], None]:
+    width = max(len(case.name) for case in cases)
+    print(f"{ranks} processes, {cases[0].problem.tokens} tokens; rms error against fp64, worst of out, dq, dk, dv", file=out)
+    head = f"{'mask, layout, heads, dtype':{width}}  {'moves':11}  {'error':>8}  {'torch':>8}  {'bytes':>11}  {'counted':>11}"
+    print(f"{head}  {'time':>7}  verdict", file=out)
+
+    def show(row: Row) -> None:
+        print(
+            f"{row.case:{width}}  {row.directions:11}  {row.error:8.1e}  {row.torch_error:8.1e}  "
+            f"{row.bytes_predicted:>11,}  {row.bytes_counted:>11,}  {row.seconds:6.2f}s  {row.verdict}",
+            file=out,
+            flush=True,
+        )
+
+    return show

@@ -1,0 +1,87 @@
+"""The `burst` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from burst_attention.layout import LAYOUT_NAMES
+from burst_attention.mask import parse_mask
+from burst_attention.version import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; the exit status is 0 when it succeeded, 1 when a check failed, 2 for wrong usage."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except ValueError as error:
+        parser.exit(2, f"burst {args.command}: {error}\n")
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="burst", description="Exact attention over sequences spread on a ring of ranks.")
+    parser.add_argument("--version", action="version", version=f"burst-attention {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    check = commands.add_parser("check", help="prove on this machine that a ring of processes is exact")
+    check.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
+    check.add_argument("--tokens", type=int, default=1000, help="length of the whole sequence (default 1000)")
+    check.add_argument("--mask", help='one mask instead of the table, e.g. "causal() & window(64)"')
+    check.add_argument("--layout", choices=(*LAYOUT_NAMES, "balanced"), help="one layout for every case")
+    check.add_argument("--direction", choices=("kv", "query", "auto"), help="one moving side instead of both")
+    check.add_argument("--json", action="store_true", help="print one JSON object per case")
+    check.set_defaults(run=_check)
+
+    bench = commands.add_parser("bench", help="measure against baselines in the same run")
+    bench.add_argument("suite", choices=("local",), help="local: processes on this machine's CPU against one process")
+    bench.add_argument("--tokens", type=int, default=16384, help="length of the whole sequence (default 16384)")
+    bench.add_argument("--repeat", type=int, default=5, help="measured repetitions, interleaved (default 5)")
+    bench.add_argument("--output", help="append the rows, as JSON lines, to this file")
+    bench.set_defaults(run=_bench)
+
+    plan = commands.add_parser("plan", help="print what a call would compute and move, without running it")
+    plan.add_argument("--tokens", type=int, required=True)
+    plan.add_argument("--ranks", type=int, required=True)
+    plan.add_argument("--heads", type=int, default=32)
+    plan.add_argument("--kv-heads", type=int)
+    plan.add_argument("--head-dim", type=int, default=128)
+    plan.add_argument("--mask", default="full()")
+    plan.add_argument("--layout", choices=LAYOUT_NAMES, default="contiguous")
+    plan.set_defaults(run=_plan)
+    return parser
+
+
+def _check(args: argparse.Namespace) -> int:
+    from burst_attention.check import check, make_cases
+
+    if args.ranks < 1 or args.tokens < 1:
+        raise ValueError(f"--ranks and --tokens must be at least 1, got {args.ranks} and {args.tokens}")
+    if args.mask:
+        args.mask = str(parse_mask(args.mask))
+        parse_mask(args.mask).require_cover(args.tokens, args.tokens)
+    cases = make_cases(args.ranks, args.tokens, args.mask, args.layout, args.direction)
+    return 0 if check(cases, args.ranks, args.json) else 1
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from burst_attention.bench import local
+
+    local(tokens=args.tokens, repeat=args.repeat, output=args.output)
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from burst_attention.api import plan
+
+    options = {"heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim, "layout": args.layout}
+    print(plan(args.tokens, args.ranks, mask=parse_mask(args.mask), **options))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The rule of exactness: error against an fp64 oracle, beside the error of torch's own flash operator on one device.
+
+Shapes: B batch, H query heads, G key heads, T tokens of the whole sequence, D head dim.
+
+A result is exact when, for out, dq, dk and dv, its rms error is at most 2 times the operator's plus 2 ulp of the
+tensor's rms, its largest error at most 4 times plus 4 ulp, and lse lies within 2 ulp of max(1, |lse|).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from burst_attention.api import burst_attention
+from burst_attention.layout import Layout
+from burst_attention.mask import Mask, parse_mask
+from burst_attention.reference import Attention, allowed_pairs, reference_gradients
+from burst_attention.ring import Ring
+
+RMS_FACTOR, RMS_ULP = 2, 2
+MAX_FACTOR, MAX_ULP = 4, 4
+LSE_ULP = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Whole inputs, made from a seed; one oracle serves every way of sharding it."""
+
+    tokens: int
+    mask: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    seed: int = 0
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and dout, (1, heads, tokens, head_dim) each."""
+        generator = torch.Generator().manual_seed(self.seed)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        shapes = [(1, count, self.tokens, self.head_dim) for count in heads]
+        q, k, v, dout = (torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes)
+        return q, k, v, dout
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """One way of running a problem on a ring."""
+
+    ring_size: int
+    layout: str
+    forward_direction: str = "auto"
+    direction: str = "auto"
+
+    def layout_for(self, problem: Problem) -> Layout:
+        if self.layout == "balanced":
+            return Layout.balanced(problem.tokens, self.ring_size, parse_mask(problem.mask))
+        return Layout(self.layout, problem.tokens, self.ring_size)
+
+    def __str__(self) -> str:
+        return f"W{self.ring_size}-{self.layout}-{self.forward_direction}-{self.direction}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One tensor's error, the yardstick's, and whether the rule holds."""
+
+    name: str
+    rms: float
+    rms_yardstick: float
+    rms_limit: float
+    largest: float
+    largest_limit: float
+
+    @property
+    def holds(self) -> bool:
+        return self.rms <= self.rms_limit and self.largest <= self.largest_limit
+
+
+def run_rank(ring: Ring, problem: Problem, sharding: Sharding) -> tuple[Tensor, ...]:
+    """One rank's part of a problem: its shards of out, lse, dq, dk, dv."""
+    layout = sharding.layout_for(problem)
+    q, k, v, dout = (layout.shard(x, ring.rank, 2) for x in problem.inputs())
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    with torch.no_grad():
+        _, lse = _attend(ring, problem, sharding, layout, q, k, v, return_lse=True)
+    out = _attend(ring, problem, sharding, layout, q, k, v)
+    assert isinstance(out, Tensor)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    return out.detach(), lse, dq, dk, dv
+
+
+def _attend(ring: Ring, problem: Problem, sharding: Sharding, layout: Layout, q, k, v, return_lse=False):  # type: ignore[no-untyped-def]
+    return burst_attention(
+        q,
+        k,
+        v,
+        ring=ring,
+        mask=parse_mask(problem.mask),
+        layout=layout,
+        direction=sharding.direction,
+        forward_direction=sharding.forward_direction,
+        return_lse=return_lse,
+    )
+
+
+def gather(problem: Problem, sharding: Sharding, shards: Sequence[tuple[Tensor, ...]]) -> Attention:
+    """The whole result from every rank's shards."""
+    layout = sharding.layout_for(problem)
+    return Attention(*(layout.unshard([shard[index] for shard in shards], 2) for index in range(5)))
+
+
+@lru_cache(maxsize=4)
+def truth(problem: Problem) -> tuple[Attention, Attention]:
+    """(the fp64 oracle, the yardstick: torch's flash operator on the whole sequence)."""
+    positions = torch.arange(problem.tokens)
+    mask: Mask = parse_mask(problem.mask)
+    allowed = allowed_pairs(mask, positions, positions)
+    return reference_gradients(*problem.inputs(), allowed), flash_attention(*problem.inputs(), allowed)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, allowed: Tensor) -> Attention:
+    """torch's CPU flash operator, forward and backward, with the whole mask; rows without keys put right."""
+    bias = None if bool(allowed.all()) else torch.zeros(allowed.shape, dtype=q.dtype).masked_fill_(~allowed, -math.inf)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
+    empty = ~allowed.any(-1)
+    out, lse = out.masked_fill(empty[:, None], 0.0), lse.masked_fill(empty, math.inf).contiguous()
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, 0.0, False, attn_mask=bias
+    )
+    return Attention(out, lse.masked_fill(empty, -math.inf), *gradients)
+
+
+def judge(problem: Problem, result: Attention) -> list[Finding]:
+    """Compare a result with the oracle, tensor by tensor."""
+    oracle, yardstick = truth(problem)
+    findings = []
+    for name in ("out", "dq", "dk", "dv"):
+        exact = getattr(oracle, name)
+        error = (getattr(result, name).double() - exact).nan_to_num(nan=math.inf)
+        allowance = (getattr(yardstick, name).double() - exact).nan_to_num(nan=math.inf)
+        ulp = ulp_of(rms(exact), problem.dtype)
+        findings.append(
+            Finding(
+                name,
+                rms(error),
+                rms(allowance),
+                RMS_FACTOR * rms(allowance) + RMS_ULP * ulp,
+                error.abs().max().item(),
+                MAX_FACTOR * allowance.abs().max().item() + MAX_ULP * ulp,
+            )
+        )
+    findings.append(_judge_lse(oracle.lse, yardstick.lse, result.lse))
+    return findings
+
+
+def _judge_lse(oracle: Tensor, yardstick: Tensor, result: Tensor) -> Finding:
+    """Errors of lse in units of ulp(max(1, |lse|)); -inf must be -inf."""
+    same = (oracle == result) | ((oracle == -math.inf) & (result == -math.inf))
+    unit = torch.finfo(torch.float32).eps * 2 ** oracle.abs().clamp(1, 1e30).log2().floor()
+    error = torch.where(same, 0.0, (result.double() - oracle).abs() / unit).nan_to_num(nan=math.inf)
+    other = torch.where(oracle == -math.inf, 0.0, (yardstick.double() - oracle).abs() / unit)
+    return Finding("lse", rms(error), rms(other), LSE_ULP, error.max().item(), LSE_ULP)
+
+
+def rms(x: Tensor) -> float:
+    """Root of the mean square; 0 for an empty tensor."""
+    return math.sqrt(x.square().mean().item()) if x.numel() else 0.0
+
+
+def ulp_of(value: float, dtype: torch.dtype) -> float:
+    """The distance to the next larger number of a dtype near a value; 0 for 0."""
+    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(value)) if value > 0 else 0.0

@@ -1,0 +1,54 @@
+"""A plan as text: what moves, how much, and who computes with which block when."""
+
+from __future__ import annotations
+
+from burst_attention.schedule.plan import PhasePlan, Plan
+
+MAX_RANKS_DRAWN = 16
+
+
+def describe(plan: Plan) -> str:
+    """The plan in a few lines, with a small table of rounds per phase."""
+    shapes = plan.forward.shapes
+    head = [
+        f"mask {_short(str(plan.mask))}",
+        f"queries {_short(str(plan.layout))}"
+        + ("" if plan.key_layout == plan.layout else f", keys {_short(str(plan.key_layout))}"),
+        f"batch {shapes.batch}, heads {shapes.heads}/{shapes.kv_heads}, head dim {shapes.head_dim}/{shapes.value_dim}, "
+        f"{str(shapes.dtype).removeprefix('torch.')}; imbalance {plan.imbalance:.1%}; "
+        f"peak {_size(max(plan.peak_bytes(rank) for rank in range(plan.layout.ring_size)))} per rank",
+    ]
+    phases = [phase for phase in (plan.forward, plan.backward) if phase]
+    return "\n".join([*head, *(line for phase in phases for line in _phase_lines(phase))])
+
+
+def _phase_lines(phase: PhasePlan) -> list[str]:
+    ranks = range(phase.topology.size)
+    sent = [phase.bytes_sent(rank) for rank in ranks]
+    way = "up" if phase.topology.step > 0 else "down"
+    moved = ", ".join((*phase.operands.names, *phase.results.names))
+    lines = [
+        f"{phase.phase}: the {'key' if phase.direction == 'kv' else 'query'} side moves {way} the ring ({moved}); "
+        f"at most {_size(max(sent))} sent and {max(phase.flops(rank) for rank in ranks) / 1e9:.3g} GFLOP per rank"
+    ]
+    if phase.topology.size > MAX_RANKS_DRAWN:
+        return lines
+    width = max(3, len(str(phase.topology.size)) + 1)
+    count = max(len(phase.rounds[rank]) for rank in ranks)
+    lines.append("  block computed in round  " + "".join(f"{index:>{width}}" for index in range(count)))
+    for rank in ranks:
+        cells = [str(step.block) if step.pieces else "." for step in phase.rounds[rank]]
+        lines.append(f"  rank {rank:<4}                " + "".join(f"{cell:>{width}}" for cell in cells))
+    return lines
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 70 else f"{text[:67]}..."
