@@ -7,8 +7,6 @@ from burst_attention.ring import Ring, RingError, run_ranks
 from burst_attention.schedule import Plan
 from burst_attention.version import __version__
 
-
-
 __all__ = [
     "Layout",
     "Mask",

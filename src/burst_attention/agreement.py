@@ -60,7 +60,7 @@ def agree(ring: Ring, call: LocalCall) -> Lengths:
     """The tokens that every rank holds, after all ranks were found to make the same call."""
     ring.next_call()
     options = call.options
-    known = ring.agreed.get(call)
+    known: Lengths | None = ring.agreed.get(call)
     if options.check == "first" and known is not None:
         return known
     if options.check == "off":

@@ -26,7 +26,7 @@ REFUSED = {
     "bias": "an additive bias on the scores is not implemented",
     "attn_bias": "an additive bias on the scores is not implemented",
     "alibi_slopes": "an additive bias on the scores is not implemented",
-    "attn_mask": "a dense mask is not taken; write it as mask=causal(), window(n), documents([...]), blocks(...) or a composition",
+    "attn_mask": "a dense mask is not taken; write it as a Mask: causal(), window(n), documents([...]), blocks(...)",
     "is_causal": "say mask=causal() instead",
     "window_size": "say mask=causal() & window(size) instead",
     "sinks": "learned sinks are written on top of return_lse=True: lse is differentiable",
@@ -170,7 +170,9 @@ def plan(
     for name, given, found in (("tokens", tokens, query_layout), ("key_tokens", key_tokens, keys_layout)):
         if given is not None and given != found.tokens:
             raise ValueError(f"{name} {given} differs from the layout's {found.tokens} ({found})")
-    built = build_plan(mask or full(), query_layout, keys_layout, shapes, forward_direction, direction, wire_dtype, needs)
+    built = build_plan(
+        mask or full(), query_layout, keys_layout, shapes, forward_direction, direction, wire_dtype, needs
+    )
     kernel = pick_kernel("auto", TileRequest("cpu", dtype, shapes.head_dim, shapes.value_dim))
     return replace(built, workspace=kernel.workspace_bytes)
 
@@ -190,7 +192,9 @@ def _require_tensors(q: Any, k: Any, v: Any) -> None:
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions (batch, heads, tokens, head_dim), got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"{name} must have 4 dimensions (batch, heads, tokens, head_dim), got shape {tuple(x.shape)}"
+            )
         _require_dtype(x.dtype, name)
         if x.device != q.device:
             raise ValueError(f"q is on {q.device} but {name} on {x.device}; put all inputs on one device")
@@ -218,7 +222,9 @@ def _require_heads(heads: int, kv_heads: int) -> None:
 def _require_shards(q: Tensor, k: Tensor, v: Tensor, options: Options, mask: Mask | None, ring: Ring) -> None:
     """What one rank can know before the agreement: dtypes match, layouts fit the ring and this rank's lengths."""
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or use autocast")
+        raise ValueError(
+            f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or use autocast"
+        )
     pick_kernel(options.kernel, TileRequest(q.device.type, q.dtype, q.shape[3], v.shape[3], options.returns_lse))
     texts = {"layout": options.layout, "key_layout": options.key_layout}
     for argument, text in texts.items():

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from burst_attention.api import burst_attention, plan
 from burst_attention.launch import run_processes
@@ -99,7 +99,7 @@ def time_whole(case: LocalCase, tokens: int) -> tuple[float, float]:
     """Seconds of one SDPA over the whole sequence: forward, forward + backward."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+        return scaled_dot_product_attention(q, k, v, is_causal=case.causal)
 
     _time(attend, case.dtype, WARM_UP_TOKENS)
     return _time(attend, case.dtype, tokens)
@@ -145,7 +145,11 @@ def machine() -> dict[str, Any]:
         commit = "unknown"
     cpu = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
-        names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+        names = [
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ]
         cpu = names[0] if names else cpu
     return {
         "commit": commit,

@@ -1,4 +1,4 @@
-"""`burst check`: proves on this machine that a ring of processes computes what one device would, and moves what it says.
+"""`burst check` proves on this machine that a ring computes what one device would, and moves what it says.
 
 Each case runs on W processes and is judged against the fp64 oracle, beside the error of torch's own flash operator on
 one device (exactness.py has the rule). Bytes that the plan predicts must equal the bytes that the transport counted.
@@ -7,6 +7,7 @@ one device (exactness.py has the rule). Bytes that the plan predicts must equal 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from burst_attention.api import plan
 from burst_attention.exactness import Finding, Problem, Sharding, gather, judge, run_rank
-from burst_attention.launch import RankFailed, run_processes
+from burst_attention.launch import RankFailedError, run_processes
 from burst_attention.mask import parse_mask
 from burst_attention.ring import Ring
 
@@ -51,14 +52,14 @@ class Row:
     directions: str
     ranks: int
     tokens: int
-    error: float
-    torch_error: float
-    worst: float
-    bytes_predicted: int
-    bytes_counted: int
-    control_bytes: int
-    seconds: float
-    verdict: str
+    error: float = math.nan
+    torch_error: float = math.nan
+    worst: float = math.nan
+    bytes_predicted: int = 0
+    bytes_counted: int = 0
+    control_bytes: int = 0
+    seconds: float = 0.0
+    verdict: str = "not run"
 
 
 def make_cases(ranks: int, tokens: int, mask: str | None, layout: str | None, direction: str | None) -> list[Case]:
@@ -158,8 +159,8 @@ def _rows(cases: list[Case], ranks: int, progress: _Progress) -> Iterator[Row]:
         try:
             parts = run_processes(lambda ring, case=case: run_case(ring, case), ranks, timeout=600)  # type: ignore[misc]
             row = evaluate(case, parts)
-        except RankFailed as error:
-            row = Row(case.name, case.directions, ranks, case.problem.tokens, *([float("nan")] * 3), 0, 0, 0, 0.0, f"FAILED: {error}")
+        except RankFailedError as error:
+            row = Row(case.name, case.directions, ranks, case.problem.tokens, verdict=f"FAILED: {error}")
         progress.clear()
         yield row
 
@@ -187,8 +188,12 @@ def _json_printer(out: TextIO) -> Callable[[Row], None]:
 
 def _table_printer(out: TextIO, cases: list[Case], ranks: int) -> Callable[[Row], None]:
     width = max(len(case.name) for case in cases)
-    print(f"{ranks} processes, {cases[0].problem.tokens} tokens; rms error against fp64, worst of out, dq, dk, dv", file=out)
-    head = f"{'mask, layout, heads, dtype':{width}}  {'moves':11}  {'error':>8}  {'torch':>8}  {'bytes':>11}  {'counted':>11}"
+    print(
+        f"{ranks} processes, {cases[0].problem.tokens} tokens; rms error against fp64, worst of out, dq, dk, dv",
+        file=out,
+    )
+    head = f"{'mask, layout, heads, dtype':{width}}  {'moves':11}  {'error':>8}  {'torch':>8}"
+    head += f"  {'bytes':>11}  {'counted':>11}"
     print(f"{head}  {'time':>7}  verdict", file=out)
 
     def show(row: Row) -> None:

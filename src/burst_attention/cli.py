@@ -24,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="burst", description="Exact attention over sequences spread on a ring of ranks.")
+    parser = argparse.ArgumentParser(
+        prog="burst", description="Exact attention over sequences spread on a ring of ranks."
+    )
     parser.add_argument("--version", action="version", version=f"burst-attention {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 

@@ -152,7 +152,7 @@ class PhaseRun:
             clear_results(results)
         # Operands and results may each hold more rows than this round needs, for later and from earlier visitors.
         for (first, last), pieces in group_pieces(step.pieces, self.plan.direction):
-            visiting = {}
+            visiting: dict[str, Tensor] = {}
             for views, rows in ((operands, slot.rows), (results, step.result_rows)):
                 start = row_offset(rows, first) if views else 0
                 visiting |= {name: view[:, :, start : start + last - first] for name, view in views.items()}
@@ -189,17 +189,16 @@ def copy_rows(target: Tensor, source: Tensor, rows: Rows) -> None:
         offset += last - first
 
 
-def group_pieces(
-    pieces: tuple[Piece, ...], direction: str
-) -> list[tuple[tuple[int, int], tuple[Piece, ...]]]:
+def group_pieces(pieces: tuple[Piece, ...], direction: str) -> list[tuple[tuple[int, int], tuple[Piece, ...]]]:
     """The stretches of moving rows that pieces need, each with its pieces counted from the stretch's first row."""
     first, count = ("k_first", "k_count") if direction == "kv" else ("q_first", "q_count")
-    starts = [getattr(piece, first) for piece in pieces]
-    needed = unite_rows((start, start + getattr(p, count)) for start, p in zip(starts, pieces, strict=True))
-    return [
-        ((low, high), tuple(p._replace(**{first: start - low}) for start, p in zip(starts, pieces) if low <= start < high))
-        for low, high in needed
-    ]
+    rows = [(getattr(piece, first), getattr(piece, first) + getattr(piece, count)) for piece in pieces]
+    groups = []
+    for low, high in unite_rows(rows):
+        inside = [piece for piece, (start, _) in zip(pieces, rows, strict=True) if low <= start < high]
+        moved = tuple(piece._replace(**{first: getattr(piece, first) - low}) for piece in inside)
+        groups.append(((low, high), moved))
+    return groups
 
 
 def clear_results(results: Mapping[str, Tensor]) -> None:

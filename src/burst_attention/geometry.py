@@ -24,15 +24,15 @@ Rows = tuple[tuple[int, int], ...]
 
 
 class Run(NamedTuple):
-    """Positions start, start + stride, ..., count of them."""
+    """Positions start, start + stride, ..., `length` of them."""
 
     start: int
     stride: int
-    count: int
+    length: int
 
     @property
     def last(self) -> int:
-        return self.start + self.stride * (self.count - 1)
+        return self.start + self.stride * (self.length - 1)
 
 
 class Band(NamedTuple):
@@ -173,7 +173,7 @@ def cut(band: Band, q_run: Run, q_first: int, k_run: Run, k_first: int) -> Piece
 def _index_range(run: Run, first: int, last: int) -> tuple[int, int]:
     """Indices into the run whose positions lie in [first, last)."""
     low = max(0, -(-(first - run.start) // run.stride))
-    high = min(run.count, -(-(last - run.start) // run.stride))
+    high = min(run.length, -(-(last - run.start) // run.stride))
     return low, high
 
 

@@ -23,7 +23,7 @@ START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
-class RankFailed(RuntimeError):
+class RankFailedError(RuntimeError):
     """A rank's process raised, died or did not answer; `errors` holds what is known of each rank."""
 
     def __init__(self, errors: dict[int, str]) -> None:
@@ -32,14 +32,19 @@ class RankFailed(RuntimeError):
 
 
 def run_processes(
-    fn: Callable[[Ring], Result], ring_size: int, *, timeout: float = 600.0, ring_timeout: float = 60.0, threads: int = 1
+    fn: Callable[[Ring], Result],
+    ring_size: int,
+    *,
+    timeout: float = 600.0,
+    ring_timeout: float = 60.0,
+    threads: int = 1,
 ) -> list[Result]:
     """Run `fn(ring)` in `ring_size` processes and return their results in rank order.
 
-    Raises RankFailed when any of them raises, dies, or is not done after `timeout` seconds; none is left behind.
+    Raises RankFailedError when any of them raises, dies, or is not done after `timeout` seconds; none is left behind.
     On Linux processes are forked and `fn` may be a closure; elsewhere it must be picklable.
     """
-    context = multiprocessing.get_context(START_METHOD)
+    context: Any = multiprocessing.get_context(START_METHOD)
     _load_what_ranks_need()
     with tempfile.TemporaryDirectory(prefix="burst-ring-") as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(ring_size)]
@@ -79,7 +84,8 @@ def _rank_main(
     torch.set_num_threads(threads)
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     try:
-        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+        file_store = dist.FileStore(store, size)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=file_store, rank=rank, world_size=size)
         result = fn(Ring.from_group(timeout=ring_timeout))
         # Plain pickle copies tensors; multiprocessing's own would hand over files that end with this process.
         pipe.send_bytes(pickle.dumps((True, result)))
@@ -110,7 +116,7 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> l
                 processes[rank].join(5)
                 succeeded, value = False, f"died with exit code {processes[rank].exitcode}"
             (results if succeeded else errors)[rank] = value
-    errors |= {rank: f"not done after {timeout:g} s" for rank in waiting.values()}
+    errors |= dict.fromkeys(waiting.values(), f"not done after {timeout:g} s")
     if errors:
-        raise RankFailed(errors)
+        raise RankFailedError(errors)
     return [results[rank] for rank in range(len(pipes))]

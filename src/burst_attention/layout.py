@@ -16,6 +16,7 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -37,7 +38,11 @@ class Layout:
     mask: Mask | None = None
 
     def __post_init__(self) -> None:
-        for field, value, least in (("tokens", self.tokens, 0), ("ring_size", self.ring_size, 1), ("start", self.start, 0)):
+        for field, value, least in (
+            ("tokens", self.tokens, 0),
+            ("ring_size", self.ring_size, 1),
+            ("start", self.start, 0),
+        ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"Layout {field} must be a whole number of at least {least}, got {value!r}")
 
@@ -60,7 +65,9 @@ class Layout:
     def balanced(cls, tokens: int, ring_size: int, mask: Mask, start: int = 0) -> Layout:
         """Near-equal work on every rank for this mask, and shards that differ by few tokens."""
         if not isinstance(mask, Mask):
-            raise ValueError(f"Layout.balanced needs a Mask to balance for, got {mask!r}; for full attention use full()")
+            raise ValueError(
+                f"Layout.balanced needs a Mask to balance for, got {mask!r}; for full attention use full()"
+            )
         mask.require_cover(start + tokens, start + tokens)
         return cls("balanced", tokens, ring_size, start, mask)
 
@@ -84,7 +91,8 @@ class Layout:
             if name not in (*LAYOUT_NAMES, "balanced"):
                 raise ValueError(f"there is no layout {name!r}")
             mask = mask_from_node(args.pop()) if name == "balanced" else None
-            return cls(name, *(ast.literal_eval(arg) for arg in args), mask=mask)
+            tokens, ring_size, start = (*(ast.literal_eval(arg) for arg in args), 0)[:3]
+            return cls(name, tokens, ring_size, start, mask)
         except (SyntaxError, ValueError, TypeError) as error:
             raise ValueError(f"cannot read layout {text!r}: {error}") from None
 
@@ -104,11 +112,11 @@ class Layout:
 
     def local_tokens(self, rank: int) -> int:
         """How many tokens a rank holds."""
-        return sum(run.count for run in self.runs(rank))
+        return sum(run.length for run in self.runs(rank))
 
     def positions(self, rank: int) -> Tensor:
         """(local_tokens,) int64: the global position of each token of a rank's shard."""
-        parts = [torch.arange(run.count) * run.stride + run.start for run in self.runs(rank)]
+        parts = [torch.arange(run.length) * run.stride + run.start for run in self.runs(rank)]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def shard(self, x: Tensor, rank: int, dim: int) -> Tensor:
@@ -118,7 +126,7 @@ class Layout:
         for run in self.runs(rank):
             index = [slice(None)] * x.dim()
             first = run.start - self.start
-            index[dim] = slice(first, first + run.stride * (run.count - 1) + 1, run.stride)
+            index[dim] = slice(first, first + run.stride * (run.length - 1) + 1, run.stride)
             slices.append(x[tuple(index)])
         if not slices:
             return x.narrow(dim, 0, 0)
@@ -174,7 +182,7 @@ def _all_runs(layout: Layout) -> tuple[tuple[Run, ...], ...]:
         runs = [[(start + rank * size, 1, min(size, tokens - rank * size))] for rank in range(ring_size)]
     elif layout.name == "zigzag":
         edges = chunk_edges(start, tokens, 2 * ring_size)
-        chunks = [(first, 1, last - first) for first, last in zip(edges, edges[1:], strict=False)]
+        chunks = [(first, 1, last - first) for first, last in pairwise(edges)]
         runs = [[chunks[rank], chunks[2 * ring_size - 1 - rank]] for rank in range(ring_size)]
     elif layout.name == "striped":
         runs = [[(start + rank, ring_size, -((rank - tokens) // ring_size))] for rank in range(ring_size)]
@@ -224,8 +232,8 @@ def _balanced_runs(layout: Layout, mask: Mask) -> tuple[tuple[Run, ...], ...]:
         if best is not None and chunks > layout.tokens:
             break
         edges = chunk_edges(layout.start, layout.tokens, chunks)
-        runs = [Run(first, 1, last - first) for first, last in zip(edges, edges[1:], strict=False)]
-        work = [_run_work(mask, layout, run) if run.count else (0, 0) for run in runs]
+        runs = [Run(first, 1, last - first) for first, last in pairwise(edges)]
+        work = [_run_work(mask, layout, run) if run.length else (0, 0) for run in runs]
         dealt = _deal(work, layout.ring_size)
         mean = sum(rows for rows, _ in work) / layout.ring_size
         uneven = max(sum(work[chunk][side] for chunk in hand) for hand in dealt for side in (0, 1)) / (mean or 1) - 1
@@ -246,7 +254,9 @@ def _deal(work: list[tuple[int, int]], ranks: int) -> list[list[int]]:
         hands[seat if turn % 2 == 0 else ranks - 1 - seat].append(chunk)
     loads = [[sum(work[chunk][side] for chunk in hand) for side in (0, 1)] for hand in hands]
     for _ in range(8 * len(work)):
-        heavy, side = max(((rank, side) for rank in range(ranks) for side in (0, 1)), key=lambda at: loads[at[0]][at[1]])
+        heavy, side = max(
+            ((rank, side) for rank in range(ranks) for side in (0, 1)), key=lambda at: loads[at[0]][at[1]]
+        )
         swap = _best_swap(work, hands, loads, heavy)
         if swap is None:
             break
@@ -279,10 +289,10 @@ def _best_swap(
 def _join_runs(runs: list[Run]) -> tuple[Run, ...]:
     joined: list[Run] = []
     for run in runs:
-        if run.count == 0:
+        if run.length == 0:
             continue
-        if joined and joined[-1].start + joined[-1].count == run.start:
-            joined[-1] = Run(joined[-1].start, 1, joined[-1].count + run.count)
+        if joined and joined[-1].start + joined[-1].length == run.start:
+            joined[-1] = Run(joined[-1].start, 1, joined[-1].length + run.length)
         else:
             joined.append(run)
     return tuple(joined)

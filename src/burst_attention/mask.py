@@ -207,7 +207,7 @@ def parse_mask(text: str) -> Mask:
 
 
 def parse_expression(text: str) -> ast.expr:
-    """The syntax tree of an expression. Python 3.11's parser fails at times when two threads are in it, so one at once."""
+    """The syntax tree of an expression. Python 3.11's parser can fail when two threads are in it: one at a time."""
     with _PARSING:
         return ast.parse(text.strip(), mode="eval").body
 
@@ -223,7 +223,7 @@ def mask_from_node(node: ast.AST) -> Mask:
         if node.keywords:
             raise ValueError("arguments go by position")
         return _BUILDERS[node.func.id](*(ast.literal_eval(arg) for arg in node.args))
-    raise ValueError(f"{ast.unparse(node)!r} is not a mask")  # type: ignore[arg-type]
+    raise ValueError(f"{ast.unparse(node)!r} is not a mask")
 
 
 def _argument_text(arg: Any) -> str:

@@ -22,13 +22,12 @@ from burst_attention.ring import Ring, ring_named
 from burst_attention.schedule import Plan, build_plan
 from burst_attention.tiles import TileKernel, TileRequest, pick_kernel
 
-
 FORWARD, BACKWARD = "burst_attention::forward", "burst_attention::backward"
 torch.library.define(FORWARD, "(Tensor q, Tensor k, Tensor v, str options, str ring) -> (Tensor, Tensor)")
 torch.library.define(
     BACKWARD,
-    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, str options, str ring, str needs)"
-    " -> (Tensor, Tensor, Tensor)",
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, str options, str ring,"
+    " str needs) -> (Tensor, Tensor, Tensor)",
 )
 forward_op = torch.ops.burst_attention.forward.default
 backward_op = torch.ops.burst_attention.backward.default
@@ -112,7 +111,7 @@ def prepare(
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
     """(B, H, S): rowsum(out * dout) - dlse, which is all that backward needs to know of out."""
-    delta = torch.linalg.vecdot(out.to(dtype), dout.to(dtype))
+    delta: Tensor = torch.linalg.vecdot(out.to(dtype), dout.to(dtype))
     return delta if dlse is None else delta - dlse
 
 

@@ -17,7 +17,9 @@ from burst_attention.mask import Mask, full, parse_mask
 
 CHECKS = ("always", "first", "off")
 SIDES = ("auto", "kv", "query")
-WIRE_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+WIRE_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+}
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ def _require_lengths(layout: Layout, lengths: tuple[int, ...], what: str, argume
     for rank, length in enumerate(lengths):
         if layout.local_tokens(rank) != length:
             raise ValueError(
-                f"rank {rank} holds {length} {what} tokens, but {argument} {layout} gives it {layout.local_tokens(rank)}; "
+                f"rank {rank} holds {length} {what} tokens, but {argument} {layout} gives it "
+                f"{layout.local_tokens(rank)}; "
                 f"shard with Layout.shard, or pass the {argument} that the data was sharded with"
             )
 
@@ -131,7 +134,7 @@ def _layout_text(layout: Layout | str, argument: str) -> str:
     if isinstance(layout, Layout):
         return str(layout)
     if layout == "balanced":
-        raise ValueError(f"{argument} 'balanced' depends on length and mask; pass Layout.balanced(tokens, ring_size, mask)")
+        raise ValueError(f"{argument} 'balanced' depends on the mask; pass Layout.balanced(tokens, ring_size, mask)")
     if layout not in LAYOUT_NAMES:
         raise ValueError(f"{argument} must be a Layout or one of {', '.join(map(repr, LAYOUT_NAMES))}, got {layout!r}")
     return layout

@@ -15,21 +15,21 @@ from torch import Tensor
 def allowed_pairs(mask: Any, i: Tensor, j: Tensor) -> Tensor:
     """(queries, keys) bool for global positions i and j, straight from the definition of each mask."""
     i, j = i[:, None], j[None, :]
-    everything = (i >= 0) & (j >= 0)
+    everything: Tensor = (i >= 0) & (j >= 0)
     if mask is None or mask.name == "full":
         return everything
     if mask.name in ("&", "|"):
         left, right = (allowed_pairs(side, i[:, 0], j[0]) for side in mask.args)
         return left & right if mask.name == "&" else left | right
     if mask.name == "causal":
-        return j <= i
+        return (j <= i) & everything
     if mask.name == "window":
-        return (i - j).abs() < mask.args[0]
+        return everything & ((i - j).abs() < mask.args[0])
     if mask.name == "prefix":
-        return (j < mask.args[0]) & everything
+        return everything & (j < mask.args[0])
     if mask.name == "documents":
         lengths = torch.tensor(mask.args[0])
-        owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        owner: Tensor = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         return owner[i] == owner[j]
     if mask.name == "blocks":
         matrix = torch.tensor([[bit == "1" for bit in row] for row in mask.args[0]])
@@ -68,27 +68,29 @@ class Attention(NamedTuple):
 
 
 def reference_gradients(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, allowed: Tensor, scale: float | None = None, rows: int = 512
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, allowed: Tensor, scale: float | None = None, rows: int = 128
 ) -> Attention:
     """The oracle with its gradients written out, a few query rows at a time: the same numbers, for longer sequences."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     groups = q.shape[1] // k.shape[1]
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
-    wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     outs, lses, dqs = [], [], []
-    dk, dv = torch.zeros_like(wide_k), torch.zeros_like(wide_v)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for first in range(0, q.shape[2], rows):
         part = slice(first, first + rows)
-        out, lse = reference_attention(q[:, :, part], wide_k, wide_v, allowed[part], scale)
-        scores = (q[:, :, part] @ wide_k.transpose(-1, -2) * scale).masked_fill_(~allowed[part], float("-inf"))
-        finite = lse.masked_fill(lse == float("-inf"), float("inf"))
-        weights = scores.sub_(finite.unsqueeze(-1)).exp_()
-        delta = (out * dout[:, :, part]).sum(-1, keepdim=True)
-        dscores = weights * (dout[:, :, part] @ wide_v.transpose(-1, -2) - delta) * scale
+        q_part, dout_part = q[:, :, part], dout[:, :, part]
+        scores = (q_part @ k.transpose(-1, -2)).mul_(scale).masked_fill_(~allowed[part], float("-inf"))
+        lse = torch.logsumexp(scores, -1)
+        # Rows without keys have lse -inf; +inf gives them weight 0.
+        weights = scores.sub_(lse.masked_fill(lse == float("-inf"), float("inf")).unsqueeze(-1)).exp_()
+        out = weights @ v
+        delta = (out * dout_part).sum(-1, keepdim=True)
+        dscores = (dout_part @ v.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(scale)
         outs.append(out)
         lses.append(lse)
-        dqs.append(dscores @ wide_k)
-        dk += dscores.transpose(-1, -2) @ q[:, :, part]
-        dv += weights.transpose(-1, -2) @ dout[:, :, part]
-    dk, dv = (x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
+        dqs.append(dscores @ k)
+        dk += dscores.transpose(-1, -2) @ q_part
+        dv += weights.transpose(-1, -2) @ dout_part
+    dk, dv = (x.reshape(x.shape[0], -1, groups, *x.shape[2:]).sum(2) for x in (dk, dv))
     return Attention(torch.cat(outs, 2), torch.cat(lses, 2), torch.cat(dqs, 2), dk, dv)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from burst_attention import Ring, RingError, burst_attention, causal, launch, run_ranks
-from burst_attention.launch import RankFailed, run_processes
+from burst_attention.launch import RankFailedError, run_processes
 from burst_attention.tiles.plain import PlainKernel
 
 SIDES = ("kv", "query")
@@ -180,8 +180,11 @@ def test_a_failed_ring_says_that_it_cannot_be_used_again(monkeypatch: pytest.Mon
 
 
 def test_backward_on_a_ring_that_failed_since_forward() -> None:
+    forward_done = threading.Barrier(3, timeout=TIMEOUT)
+
     def body(ring: Ring) -> str:
         out = burst_attention(*inputs(ring.rank), ring=ring)
+        forward_done.wait()
         if ring.rank == 1:
             ring.abort("rank 1 gave up")
         else:
@@ -378,7 +381,7 @@ def survivors(
     body: Callable[[Ring], Any], size: int, *, timeout: float = 40.0, ring_timeout: float = 15.0
 ) -> dict[int, str]:
     """What every rank of a run of processes that fails had to say; none of the processes is left."""
-    with pytest.raises(RankFailed) as caught:
+    with pytest.raises(RankFailedError) as caught:
         run_processes(body, size, timeout=timeout, ring_timeout=ring_timeout)
     assert multiprocessing.active_children() == []
     return caught.value.errors

@@ -37,7 +37,7 @@ from burst_attention.ring.base import RECORD_BYTES
 
 SIZE, TOKENS = 3, 12
 LOCAL = TOKENS // SIZE
-TIMEOUT = 10.0
+TIMEOUT = 6.0
 QUICK = 3.0
 """Seconds in which a refusal must have reached every rank; far below the time that a wait would take."""
 

@@ -65,8 +65,8 @@ class TraceEvent:
 class Inbox:
     """What has reached a rank on its control channel; every change wakes whoever waits."""
 
-    def __init__(self, changed: threading.Condition | None = None) -> None:
-        self.changed = changed or threading.Condition()
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
         self.records: dict[int, dict[int, dict[str, Any]]] = {}
         self.failure: str | None = None
         self.left: dict[int, str] = {}
@@ -134,7 +134,9 @@ class Ring(ABC):
     def next_call(self) -> int:
         """Start a call: all ranks number their calls alike, so records of different calls cannot be confused."""
         if self._inbox.failure is not None:
-            raise RingError(f"this ring failed earlier and cannot be used again; make a new one ({self._inbox.failure})")
+            raise RingError(
+                f"this ring failed earlier and cannot be used again; make a new one ({self._inbox.failure})"
+            )
         self._call += 1
         return self._call
 

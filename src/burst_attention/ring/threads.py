@@ -16,7 +16,7 @@ from torch import Tensor
 from burst_attention.ring.base import DEFAULT_TIMEOUT, Inbox, Parcel, Pending, Ring, RingError
 
 Result = TypeVar("Result")
-_hub_numbers = itertools.count()
+_ring_numbers = itertools.count()
 
 
 @dataclass
@@ -25,35 +25,22 @@ class _Letter:
     taken: bool = False
 
 
-class _Hub:
-    """Where the threads of one ring meet: letters on their way, under one lock."""
-
-    def __init__(self, size: int, timeout: float) -> None:
-        self.changed = threading.Condition()
-        self.letters: defaultdict[tuple[int, int, int], deque[_Letter]] = defaultdict(deque)
-        number = next(_hub_numbers)
-        self.rings = [ThreadRing(self, f"threads-{number}-{rank}", rank, size, timeout) for rank in range(size)]
-
-    def leave(self, rank: int, reason: str) -> None:
-        for ring in self.rings:
-            if ring.rank != rank:
-                ring._inbox.leave(rank, reason)
-
-
 class ThreadRing(Ring):
-    """One thread's place in a ring of threads."""
+    """One thread's place in a ring of threads; each waits on its own condition, so a letter wakes its reader only."""
 
-    def __init__(self, hub: _Hub, name: str, rank: int, size: int, timeout: float) -> None:
-        super().__init__(name, rank, size, timeout, Inbox(hub.changed))
-        self._hub = hub
+    def __init__(self, name: str, rank: int, ranks: list[ThreadRing], size: int, timeout: float) -> None:
+        super().__init__(name, rank, size, timeout, Inbox())
+        self._ranks = ranks
+        self._letters: defaultdict[tuple[int, int], deque[_Letter]] = defaultdict(deque)
 
     def _start(self, pending: Pending) -> None:
-        with self._hub.changed:
-            for parcel in pending.sends:
-                letter = _Letter(parcel.tensor)
-                self._hub.letters[self.rank, parcel.peer, parcel.channel].append(letter)
-                pending.works.append((parcel, letter))
-            self._hub.changed.notify_all()
+        for parcel in pending.sends:
+            letter = _Letter(parcel.tensor)
+            pending.works.append((parcel, letter))
+            reader = self._ranks[parcel.peer]
+            with reader._inbox.changed:
+                reader._letters[self.rank, parcel.channel].append(letter)
+                reader._inbox.changed.notify_all()
 
     def _finish(self, pending: Pending) -> None:
         for parcel in pending.receives:
@@ -69,7 +56,8 @@ class ThreadRing(Ring):
         self._await(untaken, describe, pending.where)
 
     def _receive(self, parcel: Parcel, where: str) -> None:
-        queue = self._hub.letters[parcel.peer, self.rank, parcel.channel]
+        with self._inbox.changed:
+            queue = self._letters[parcel.peer, parcel.channel]
         self._await(lambda: [] if queue else [parcel.peer], lambda peer: f"no {parcel.what} from rank {peer}", where)
         letter = queue.popleft()
         if letter.tensor.nbytes != parcel.tensor.nbytes:
@@ -79,12 +67,21 @@ class ThreadRing(Ring):
             )
         # Copied here, by the receiver: the sender may reuse its buffer once the letter is taken.
         parcel.tensor.copy_(letter.tensor)
-        with self._hub.changed:
+        writer = self._ranks[parcel.peer]
+        with writer._inbox.changed:
             letter.taken = True
-            self._hub.changed.notify_all()
+            writer._inbox.changed.notify_all()
 
     def _send_control(self, peer: int, data: bytes) -> None:
-        self._hub.rings[peer]._inbox.deliver(self.rank, data)
+        self._ranks[peer]._inbox.deliver(self.rank, data)
+
+
+def thread_rings(size: int, timeout: float) -> list[ThreadRing]:
+    """The places of a new ring, in rank order."""
+    number = next(_ring_numbers)
+    rings: list[ThreadRing] = []
+    rings.extend(ThreadRing(f"threads-{number}-{rank}", rank, rings, size, timeout) for rank in range(size))
+    return rings
 
 
 def run_ranks(fn: Callable[[Ring], Result], ring_size: int, *, timeout: float = DEFAULT_TIMEOUT) -> list[Result]:
@@ -95,20 +92,23 @@ def run_ranks(fn: Callable[[Ring], Result], ring_size: int, *, timeout: float = 
     """
     if ring_size < 1:
         raise ValueError(f"ring_size must be at least 1, got {ring_size}")
-    hub = _Hub(ring_size, timeout)
+    rings = thread_rings(ring_size, timeout)
     results: list[Any] = [None] * ring_size
     errors: list[tuple[int, BaseException]] = []
     context = _capture_context()
 
+    def leave(rank: int, reason: str) -> None:
+        for ring in rings:
+            ring._inbox.leave(rank, reason)
+
     def body(rank: int) -> None:
         try:
             with context():
-                results[rank] = fn(hub.rings[rank])
-            hub.leave(rank, f"rank {rank} has returned")
+                results[rank] = fn(rings[rank])
+            leave(rank, f"rank {rank} has returned")
         except BaseException as error:
-            with hub.changed:
-                errors.append((rank, error))
-            hub.leave(rank, f"rank {rank} raised {type(error).__name__}: {error}")
+            errors.append((rank, error))
+            leave(rank, f"rank {rank} raised {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"ring-rank-{rank}") for rank in range(ring_size)]
     for thread in threads:
@@ -125,7 +125,7 @@ def _capture_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     autocast = {name: (torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in devices}
-    cuda_device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    cuda_device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     @contextlib.contextmanager
     def enter() -> Iterator[None]:

@@ -5,4 +5,16 @@ from burst_attention.schedule.bundles import Bundle, Field, Shapes, make_bundle
 from burst_attention.schedule.plan import PhasePlan, Plan, Round, Transfer
 from burst_attention.schedule.simulate import PlanError, simulate
 
-__all__ = ["Bundle", "Field", "PhasePlan", "Plan", "PlanError", "Round", "Shapes", "Transfer", "build_plan", "make_bundle", "simulate"]
+__all__ = [
+    "Bundle",
+    "Field",
+    "PhasePlan",
+    "Plan",
+    "PlanError",
+    "Round",
+    "Shapes",
+    "Transfer",
+    "build_plan",
+    "make_bundle",
+    "simulate",
+]

@@ -90,9 +90,7 @@ def piece_table(mask: Mask, layout: Layout, key_layout: Layout) -> PieceTable:
     return tuple(table)
 
 
-def _bands_of_runs(
-    bands: tuple[Band, ...], layout: Layout, rank: int, keys: bool
-) -> list[tuple[Run, int, set[Band]]]:
+def _bands_of_runs(bands: tuple[Band, ...], layout: Layout, rank: int, keys: bool) -> list[tuple[Run, int, set[Band]]]:
     """(run, its first local row, the bands whose range on this side meets it)."""
     found, first = [], 0
     for run in layout.runs(rank):
@@ -102,7 +100,7 @@ def _bands_of_runs(
             if (band.j0 if keys else band.i0) <= run.last and run.start < (band.j1 if keys else band.i1)
         }
         found.append((run, first, near))
-        first += run.count
+        first += run.length
     return found
 
 
@@ -233,4 +231,3 @@ def split_rows(pieces: Pieces) -> tuple[Pieces, Pieces]:
 def _in_order(transfers: list[Transfer]) -> tuple[Transfer, ...]:
     """Both ends list the transfers between them in the same order."""
     return tuple(sorted(transfers, key=lambda t: (t.channel, t.block, t.source, t.target)))
-

@@ -54,7 +54,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor (batch, heads, rows, dim) inside the rows of a bundle; dim 0 is a row statistic (batch, heads, rows)."""
+    """One tensor (batch, heads, rows, dim) inside a bundle's rows; dim 0 is a row statistic (batch, heads, rows)."""
 
     name: str
     batch: int
@@ -89,7 +89,11 @@ def make_bundle(names: tuple[str, ...], shapes: Shapes, wire_dtype: torch.dtype 
     """Lay out named fields in a row. `wire_dtype` replaces the accumulators' dtype, never that of row statistics."""
     accumulate = shapes.accumulate_dtype
     wire = wire_dtype or accumulate
-    query, value, key = (shapes.heads, shapes.head_dim), (shapes.heads, shapes.value_dim), (shapes.kv_heads, shapes.head_dim)
+    query, value, key = (
+        (shapes.heads, shapes.head_dim),
+        (shapes.heads, shapes.value_dim),
+        (shapes.kv_heads, shapes.head_dim),
+    )
     kinds: dict[str, tuple[int, int, torch.dtype]] = {
         "q": (*query, shapes.dtype),
         "k": (*key, shapes.dtype),

@@ -40,7 +40,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Round:
-    """What one rank does in one round. `held` are the rows of `block` at hand, `result_rows` those its results cover."""
+    """What one rank does in a round. `held` are the rows of `block` at hand, `result_rows` those its results cover."""
 
     index: int
     block: int
@@ -103,7 +103,7 @@ class PhasePlan:
         return max(pairs) * len(pairs) / sum(pairs) - 1 if sum(pairs) else 0.0
 
     def slot_rows(self, rank: int) -> tuple[int, ...]:
-        """Rows of each operand buffer a rank needs: two in turn, and one more for what home sends later than round 0."""
+        """Rows of each operand buffer of a rank: two in turn, and one more for what home sends after round 0."""
         sizes = [0, 0, 0]
         for step in self.rounds[rank]:
             for transfer in step.receives:

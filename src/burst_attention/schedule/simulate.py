@@ -78,7 +78,9 @@ def _sent(plan: PhasePlan, rank: _Rank, transfer: Transfer, index: int) -> tuple
             held = rank.operand[1]
         _require(contains_rows(held, transfer.rows), f"{transfer}: sender holds only {held}")
         return transfer.block, transfer.rows
-    _require(rank.result is not None and rank.result[0] == transfer.block, f"{transfer}: no such result in round {index}")
+    _require(
+        rank.result is not None and rank.result[0] == transfer.block, f"{transfer}: no such result in round {index}"
+    )
     assert rank.result is not None
     contributions = rank.result[1]
     rows = {row for _, row in contributions}
@@ -97,7 +99,9 @@ def _compute(plan: PhasePlan, rank: _Rank, index: int, step: Round, expected: li
         first, count = (piece.k_first, piece.k_count) if plan.direction == "kv" else (piece.q_first, piece.q_count)
         held: Rows = ((0, plan.local_rows[index]),) if at_home else (rank.operand[1] if rank.operand else ())
         _require(at_home or (rank.operand or (None,))[0] == step.block, f"rank {index} lacks block {step.block}")
-        _require(contains_rows(held, ((first, first + count),)), f"rank {index} round {step.index} lacks rows of {piece}")
+        _require(
+            contains_rows(held, ((first, first + count),)), f"rank {index} round {step.index} lacks rows of {piece}"
+        )
         _require(at_home or held == step.held, f"rank {index} round {step.index}: held rows are {held}")
         touched.update({(index, row): 1 for row in range(first, first + count)})
     if not plan.results.fields:

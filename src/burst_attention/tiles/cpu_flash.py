@@ -28,8 +28,6 @@ FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 FORWARD_ROWS, FORWARD_COLS = 2048, 8192
 BACKWARD_ROWS, BACKWARD_COLS = 2048, 2048
 
-SCORE_BYTES = 256 * 512 * 4
-"""A block of scores inside the operator, per thread; its backward has two."""
 
 MASK_BUILDING = 7
 """Bytes per element while a mask is built: a distance and three flags."""
@@ -119,9 +117,7 @@ class QueryRows(NamedTuple):
     lse: Tensor
 
 
-def _prepare_rows(
-    queries: slice, dout: Tensor, q: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
-) -> QueryRows:
+def _prepare_rows(queries: slice, dout: Tensor, q: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None) -> QueryRows:
     dout_rows = dense_rows(dout[:, :, queries])
     out_rows = projection(dout_rows, delta[:, :, queries]) if out is None else dense_rows(out[:, :, queries])
     # A row without keys has lse = -inf; +inf makes its weights 0 instead of NaN.
@@ -134,18 +130,27 @@ def _forward_bytes(tile: Tile, shapes: Shapes, moved: str) -> int:
     """Most bytes at once while one tile is computed: inputs made dense, mask and output, then the merge's cast."""
     query, key, mask, cast = _tile_bytes(tile, shapes)
     dense = {"kv": 2 * key, "query": query}.get(moved, 0)
-    return max(dense + MASK_BUILDING * mask, dense + mask * shapes.dtype.itemsize + query + SCORE_BYTES, query + cast)
+    return max(
+        dense + MASK_BUILDING * mask, dense + mask * shapes.dtype.itemsize + query + _score_bytes(tile), query + cast
+    )
 
 
 def _backward_bytes(tile: Tile, shapes: Shapes, moved: str) -> int:
     """The same for backward, where the operator also makes a copy of its queries and a second block of scores."""
     query, key, mask, cast = _tile_bytes(tile, shapes)
     kept = 3 * query if moved == "query" else 0
-    preparing = query + 4 * cast if moved == "query" else 0
+    preparing = query + 3 * cast if moved == "query" else 0
     dense = 2 * key if moved == "kv" else 0
     results = query + 2 * key
-    inside = mask * shapes.dtype.itemsize + results + query + 2 * SCORE_BYTES
+    inside = mask * shapes.dtype.itemsize + results + query + 2 * _score_bytes(tile)
     return max(preparing, kept + max(dense + MASK_BUILDING * mask, dense + inside, results + cast))
+
+
+def _score_bytes(tile: Tile) -> int:
+    """A block of scores inside the operator, in one thread: it takes 32 to 256 rows at a time, and up to 512 keys."""
+    rows = tile.q1 - tile.q0
+    height = 256 if rows >= 768 else 64 if rows >= 192 else 32
+    return min(rows, height) * min(tile.k1 - tile.k0, 512) * 4
 
 
 def _tile_bytes(tile: Tile, shapes: Shapes) -> tuple[int, int, int, int]:
@@ -167,7 +172,9 @@ def additive_mask(tile: Tile, q: Tensor) -> Tensor | None:
     if tile.kind != MASKED:
         return None
     allowed = allowed_block(tile, q.device)
-    return torch.zeros(allowed.shape, dtype=q.dtype, device=q.device).masked_fill_(allowed.logical_not_(), float("-inf"))
+    return torch.zeros(allowed.shape, dtype=q.dtype, device=q.device).masked_fill_(
+        allowed.logical_not_(), float("-inf")
+    )
 
 
 def projection(dout: Tensor, delta: Tensor) -> Tensor:

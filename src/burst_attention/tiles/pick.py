@@ -40,7 +40,9 @@ def _flash_refusal(request: TileRequest) -> str | None:
     if request.head_dim != request.value_dim:
         return f"it needs equal head dims, got {request.head_dim} for q, k and {request.value_dim} for v"
     if request.returns_lse:
-        return "its lse is rough (500 ulp off in bf16, 4 in fp32) and takes no gradient, and return_lse=True asks for both"
+        return (
+            "its lse is rough (500 ulp off in bf16, 4 in fp32) and takes no gradient, and return_lse=True asks for both"
+        )
     return None
 
 

@@ -82,21 +82,19 @@ class PlainKernel(TileKernel):
         block = block_size(q.shape[0] * q.shape[1])
         for piece in pieces:
             for tile in split_piece(piece, block, block, block):
-                rows = (x[:, :, tile.queries] for x in (dout, q, lse, delta))
-                self._backward_tile(tile, *rows, k[:, :, tile.keys], v[:, :, tile.keys], gradients, scale)
+                rows = tuple(x[:, :, tile.queries] for x in (dout, q, lse, delta))
+                self._backward_tile(tile, rows, k[:, :, tile.keys], v[:, :, tile.keys], gradients, scale)
 
     def _backward_tile(
         self,
         tile: Tile,
-        dout: Tensor,
-        q: Tensor,
-        lse: Tensor,
-        delta: Tensor,
+        rows: tuple[Tensor, ...],
         k: Tensor,
         v: Tensor,
         gradients: Gradients,
         scale: float,
     ) -> None:
+        dout, q, lse, delta = rows
         compute, kv_heads = lse.dtype, k.shape[1]
         dout_BGSE, q_BGSD = (fold_heads(x.to(compute), kv_heads) for x in (dout, q))
         lse_BGS, delta_BGS = (fold_heads(x, kv_heads) for x in (lse, delta))
@@ -109,7 +107,9 @@ class PlainKernel(TileKernel):
             gradients.dv[:, :, tile.keys].add_(weights_BGSK.transpose(-1, -2) @ dout_BGSE)
         if gradients.dq is None and gradients.dk is None:
             return
-        dscores_BGSK = (dout_BGSE @ v_BGKE.transpose(-1, -2)).sub_(delta_BGS.unsqueeze(-1)).mul_(weights_BGSK).mul_(scale)
+        dscores_BGSK = (
+            (dout_BGSE @ v_BGKE.transpose(-1, -2)).sub_(delta_BGS.unsqueeze(-1)).mul_(weights_BGSK).mul_(scale)
+        )
         if gradients.dk is not None:
             gradients.dk[:, :, tile.keys].add_(dscores_BGSK.transpose(-1, -2) @ q_BGSD)
         if gradients.dq is not None:

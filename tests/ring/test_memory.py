@@ -1,0 +1,112 @@
+"""Memory by traced allocations: flat in the number of ranks, as the plan says, and no large score or mask block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from burst_attention import Ring, burst_attention, parse_mask, plan, run_ranks
+from burst_attention.launch import run_processes
+from burst_attention.tiles import TileKernel
+from burst_attention.tiles.cpu_flash import CpuFlashKernel
+from burst_attention.tiles.plain import PlainKernel
+
+SHARD, HEADS, HEAD_DIM = 512, 8, 64
+
+
+def traced_peak(ring: Ring, mask: str, layout: str, direction: str, dtype: torch.dtype, kv_heads: int) -> int:
+    """Most bytes allocated at once by a forward and backward, beyond its inputs."""
+    heads = (HEADS, kv_heads, kv_heads, HEADS)
+    q, k, v, dout = (torch.randn(1, count, SHARD, HEAD_DIM).to(dtype) for count in heads)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+
+    def run() -> None:
+        out = burst_attention(q, k, v, ring=ring, mask=parse_mask(mask), layout=layout, direction=direction)
+        torch.autograd.grad(out, (q, k, v), dout)
+
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        run()
+    assert trace.profiler is not None
+    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    assert held == 0, f"{held} bytes are still held after the call"
+    return peak
+
+
+def measure(ring_size: int, mask: str, layout: str, direction: str, dtype: torch.dtype, kv_heads: int) -> list[int]:
+    def body(ring: Ring) -> int:
+        return traced_peak(ring, mask, layout, direction, dtype, kv_heads)
+
+    return run_processes(body, ring_size, timeout=120)
+
+
+CASES = [
+    ("full()", "contiguous", "kv", torch.float32, 8),
+    ("causal()", "zigzag", "query", torch.bfloat16, 8),
+    ("causal()", "zigzag", "kv", torch.float32, 2),
+    ("causal() & window(200)", "contiguous", "query", torch.float32, 8),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace("torch.", ""))
+def test_peak_is_flat_in_ring_size_and_as_planned(case: tuple[str, str, str, torch.dtype, int]) -> None:
+    mask, layout, direction, dtype, kv_heads = case
+    peaks = {}
+    for ring_size in (2, 4, 8, 16):
+        measured = measure(ring_size, *case)
+        planned = plan(
+            SHARD * ring_size, ring_size, heads=HEADS, kv_heads=kv_heads, head_dim=HEAD_DIM, dtype=dtype,
+            mask=parse_mask(mask), layout=layout, direction=direction,
+        )  # fmt: skip
+        for rank, peak in enumerate(measured):
+            assert planned.peak_bytes(rank) == pytest.approx(peak, rel=0.10), f"W={ring_size}, rank {rank}"
+        peaks[ring_size] = max(measured) / (SHARD * HEADS * HEAD_DIM * dtype.itemsize)
+    many = [peaks[size] for size in (4, 8, 16)]
+    assert max(many) <= 1.10 * min(many), peaks
+    assert peaks[2] <= min(many) * 1.001, peaks
+
+
+class _LargestMatrix(TorchDispatchMode):
+    """Remembers the largest last two dimensions of anything that looks like scores or a mask."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim, self.largest = head_dim, (0, 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor) and x.dim() >= 2 and self.head_dim not in x.shape[-2:]:
+                rows, cols = x.shape[-2:]
+                if rows * cols > self.largest[0] * self.largest[1] and min(rows, cols) > HEADS:
+                    self.largest = rows, cols
+        return result
+
+
+@pytest.mark.parametrize("kernel", [CpuFlashKernel, PlainKernel], ids=lambda kernel: kernel.name)
+def test_no_score_or_mask_block_is_larger_than_1024(kernel: type[TileKernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _LargestMatrix(24)
+    for phase in ("forward", "backward"):
+        inner = getattr(kernel, phase)
+
+        def traced(*args: Any, inner: Any = inner) -> None:
+            with seen:
+                inner(*args)
+
+        monkeypatch.setattr(kernel, phase, traced)
+
+    def body(ring: Ring) -> None:
+        q, k, v = (torch.randn(1, 1, 2600, 24, requires_grad=True) for _ in range(3))
+        out = burst_attention(q, k, v, ring=ring, mask=parse_mask("window(1300)"), kernel=kernel.name)
+        out.sum().backward()
+
+    run_ranks(body, 1)
+    assert 0 < seen.largest[0] <= 1024 and 0 < seen.largest[1] <= 1024

@@ -1,0 +1,131 @@
+"""Tiles cover a piece once, and kernels agree with the oracle on single pieces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from burst_attention.geometry import Piece, make_piece
+from burst_attention.merge import State, clear, finish, merge
+from burst_attention.reference import reference_attention
+from burst_attention.tiles import Gradients, TileKernel
+from burst_attention.tiles.cpu_flash import CpuFlashKernel, projection
+from burst_attention.tiles.pick import TileRequest, pick_kernel
+from burst_attention.tiles.plain import PlainKernel
+from burst_attention.tiles.split import CAUSAL, FULL, MASKED, allowed_block, rows_without_keys, split_piece
+
+CPU = torch.device("cpu")
+KERNELS = [CpuFlashKernel(), PlainKernel()]
+
+
+def dense(piece: Piece, rows: int, cols: int) -> torch.Tensor:
+    """The piece's pairs in a whole matrix, from its definition."""
+    full = torch.zeros(rows, cols, dtype=torch.bool)
+    for x in range(piece.q_count):
+        for y in range(piece.k_count):
+            distance = piece.q_stride * x - piece.k_stride * y
+            full[piece.q_first + x, piece.k_first + y] = piece.low <= distance < piece.high
+    return full
+
+
+pieces = st.builds(
+    make_piece,
+    st.integers(0, 5), st.integers(1, 40), st.integers(0, 5), st.integers(1, 40),
+    st.integers(-45, 20), st.integers(-20, 45), st.sampled_from([1, 1, 2, 3]), st.sampled_from([1, 1, 2, 3]),
+).filter(lambda piece: piece is not None)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(piece=pieces, rows=st.integers(1, 20), cols=st.integers(1, 50), masked=st.integers(1, 12))
+def test_tiles_cover_every_pair_once(piece: Piece, rows: int, cols: int, masked: int) -> None:
+    covered = torch.zeros(50, 50, dtype=torch.int64)
+    for tile in split_piece(piece, rows, cols, masked):
+        block = {
+            FULL: lambda t=tile: torch.ones(t.q1 - t.q0, t.k1 - t.k0, dtype=torch.bool),
+            CAUSAL: lambda t=tile: torch.ones(t.q1 - t.q0, t.k1 - t.k0, dtype=torch.bool).tril(),
+            MASKED: lambda t=tile: allowed_block(t, CPU),
+        }[tile.kind]()
+        if tile.kind == MASKED:
+            assert tile.q1 - tile.q0 <= masked and tile.k1 - tile.k0 <= masked
+            empty = rows_without_keys(tile, CPU)
+            expected = ~block.any(-1)
+            assert torch.equal(empty, expected) if empty is not None else not expected.any()
+        covered[tile.queries, tile.keys] += block
+    assert torch.equal(covered, dense(piece, 50, 50).long())
+
+
+def test_causal_and_full_pieces_need_no_mask() -> None:
+    causal = make_piece(0, 100, 0, 100, 0, 100)
+    shifted = make_piece(0, 100, 0, 130, -30, 100)
+    assert causal is not None and shifted is not None
+    for piece in (causal, shifted):
+        assert {tile.kind for tile in split_piece(piece, 32, 1000)} <= {FULL, CAUSAL}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(piece=pieces)
+def test_kernels_agree_with_the_oracle(kernel: TileKernel, kv_heads: int, piece: Piece) -> None:
+    torch.manual_seed(0)
+    q, dout = torch.randn(2, 4, 50, 8), torch.randn(2, 4, 50, 8)
+    k, v = torch.randn(2, kv_heads, 50, 8), torch.randn(2, kv_heads, 50, 8)
+    allowed = dense(piece, 50, 50)
+    state = State(torch.empty(2, 4, 50, 8), torch.empty(2, 4, 50), torch.empty(2, 4, 50))
+    clear(state)
+    kernel.forward([piece], q, k, v, state, 0.3)
+    out, lse = finish(state, torch.float32)
+    inputs = [x.double().requires_grad_() for x in (q, k, v)]
+    expected, expected_lse = reference_attention(*inputs, allowed, 0.3)
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-6, rtol=1e-6)
+    delta = (out * dout).sum(-1)
+    gradients = Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+    kernel.backward([piece], dout, q, k, v, lse, delta, None, gradients, 0.3)
+    for got, want in zip(gradients, torch.autograd.grad(expected, inputs, dout.double()), strict=True):
+        assert got is not None
+        torch.testing.assert_close(got.double(), want, atol=5e-6, rtol=1e-4)
+
+
+def test_projection_keeps_row_sums_and_survives_zero_and_tiny_rows() -> None:
+    dout = torch.randn(1, 2, 5, 8)
+    dout[0, 0, 1] = 0.0
+    dout[0, 1, 2] *= 1e-30
+    delta = torch.randn(1, 2, 5)
+    delta[0, 0, 1] = 3.0
+    delta[0, 1, 2] = 1e-30
+    row_sums = (projection(dout, delta).double() * dout.double()).sum(-1)
+    expected = delta.double().clone()
+    expected[0, 0, 1] = 0.0
+    torch.testing.assert_close(row_sums, expected, rtol=1e-5, atol=0.0)
+
+
+def test_merging_states_without_keys_gives_no_nan() -> None:
+    states = [State(torch.empty(1, 1, 2, 3), torch.empty(1, 1, 2), torch.empty(1, 1, 2)) for _ in range(2)]
+    for state in states:
+        clear(state)
+    states[1].peak[0, 0, 0], states[1].total[0, 0, 0] = 2.0, 4.0
+    states[1].acc[0, 0, 0] = 8.0
+    merge(*states)
+    out, lse = finish(states[0], torch.float32)
+    assert out[0, 0].tolist() == [[2.0] * 3, [0.0] * 3]
+    torch.testing.assert_close(lse[0, 0], torch.tensor([2.0 + torch.tensor(4.0).log().item(), float("-inf")]))
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (TileRequest("cpu", torch.float32, 64, 64), "flash"),
+        (TileRequest("cpu", torch.bfloat16, 64, 64), "flash"),
+        (TileRequest("cpu", torch.float16, 64, 64), "plain"),
+        (TileRequest("cpu", torch.float64, 64, 64), "plain"),
+        (TileRequest("cpu", torch.float32, 192, 128), "plain"),
+        (TileRequest("cpu", torch.float32, 64, 64, returns_lse=True), "plain"),
+        (TileRequest("cuda", torch.bfloat16, 128, 128), "plain"),
+    ],
+    ids=str,
+)
+def test_the_first_kernel_that_can_serve_is_picked(request_: TileRequest, expected: str) -> None:
+    assert pick_kernel("auto", request_).name == expected
