@@ -24,9 +24,9 @@ def allowed_pairs(mask: Any, i: Tensor, j: Tensor) -> Tensor:
     if mask.name == "causal":
         return (j <= i) & everything
     if mask.name == "window":
-        return everything & ((i - j).abs() < mask.args[0])
+        return everything & ((i - j).abs() < int(mask.args[0]))
     if mask.name == "prefix":
-        return everything & (j < mask.args[0])
+        return everything & (j < int(mask.args[0]))
     if mask.name == "documents":
         lengths = torch.tensor(mask.args[0])
         owner: Tensor = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
