@@ -36,9 +36,9 @@ def local_table() -> list[str]:
             part = row[phase]
             lines.append(
                 f"| {row['case']} | {row['tokens']} | {phase.replace('_', ' + ')} | {part['one_process_s']:.2f} s "
-                f"({part['one_process_spread'][0]:.2f} to {part['one_process_spread'][1]:.2f}) | {part['ring_s']:.2f} s "
-                f"({part['ring_spread'][0]:.2f} to {part['ring_spread'][1]:.2f}) | {part['ratio']:.3f} | "
-                f"{row['imbalance']:.1%} | {row['torch']}, {row['cpu']}, {row['commit']} |"
+                f"({part['one_process_spread'][0]:.2f} to {part['one_process_spread'][1]:.2f}) | "
+                f"{part['ring_s']:.2f} s ({part['ring_spread'][0]:.2f} to {part['ring_spread'][1]:.2f}) | "
+                f"{part['ratio']:.3f} | {row['imbalance']:.1%} | {row['torch']}, {row['cpu']}, {row['commit']} |"
             )
     return lines
 
@@ -59,7 +59,8 @@ def soak_table() -> list[str]:
     lines = ["| run | repetitions | hangs | wrong results | seconds | date |", "|---|---|---|---|---|---|"]
     for row in latest(rows_of("soak"), "run"):
         lines.append(
-            f"| {row['run']} | {row['repetitions']} | {row['hangs']} | {row['wrong']} | {row['seconds']:.0f} | {row['date']} |"
+            f"| {row['run']} | {row['repetitions']} | {row['hangs']} | {row['wrong']} | {row['seconds']:.0f} | "
+            f"{row['date']} |"
         )
     return lines
 

@@ -15,6 +15,12 @@ from burst_attention.schedule import Shapes
 
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 
+FIELDS = (
+    "phase", "batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "device", "requires_grad",
+    "mask", "layout", "key_layout", "scale", "direction", "options", "check",
+)  # fmt: skip
+"""What must be equal on all ranks, in the order in which differences are told."""
+
 REMEDY = "every rank must make the same call"
 
 
@@ -79,12 +85,12 @@ def refuse(ring: Ring, error: Exception, check: object) -> ValueError:
     """The error that every rank raises because this one, at least, was called wrongly."""
     if ring.size == 1:
         return ValueError(str(error))
-    ring.next_call()
-    record = {"phase": "forward", "error": str(error)}
     if check in ("first", "off"):
         # The others may not be listening for records: tell them and do not wait for theirs.
         ring.abort(f"rank {ring.rank} was called wrongly: {error}")
         return ValueError(str(error))
+    ring.next_call()
+    record = {"phase": "forward", "error": str(error)}
     found = find_disagreement(ring.exchange(record, "forward agreement"))
     return ValueError(found or str(error))
 
@@ -94,15 +100,16 @@ def find_disagreement(records: Sequence[dict[str, Any]]) -> str | None:
     for rank, record in enumerate(records):
         if "error" in record:
             return f"rank {rank} was called wrongly: {record['error']}" if len(records) > 1 else record["error"]
-    for name in records[0]:
-        if name in ("query_tokens", "key_tokens", "kind", "call"):
-            continue
-        values: dict[Any, list[int]] = {}
+    for name in FIELDS:
+        values: dict[str, list[int]] = {}
         for rank, record in enumerate(records):
-            values.setdefault(record.get(name), []).append(rank)
+            values.setdefault(repr(record.get(name)), []).append(rank)
         if len(values) > 1:
-            parts = (f"{_ranks(ranks)} {value!r}" for value, ranks in values.items())
+            parts = (f"{_ranks(ranks)} {value}" for value, ranks in values.items())
             return f"ranks disagree on {name}: {', '.join(parts)}; {REMEDY}"
+    for rank, record in enumerate(records):
+        if not all(isinstance(record.get(name), int) for name in ("query_tokens", "key_tokens")):
+            return f"rank {rank} sent a record without its number of tokens; {REMEDY}"
     return None
 
 

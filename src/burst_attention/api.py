@@ -117,7 +117,7 @@ def burst_attention(
             returns_lse=bool(return_lse),
         )
         _require_shards(q, k, v, options, mask, ring)
-    except (ValueError, TypeError) as error:
+    except Exception as error:
         raise refuse(ring, error, check) from None
     out, lse = forward_op(q, k, v, str(options), ring.name)
     return (out, lse) if return_lse else out
@@ -183,7 +183,8 @@ def _refuse_arguments(arguments: dict[str, Any]) -> None:
             raise ValueError(f"burst_attention takes no argument {name!r}")
         if value is None or value is False or (isinstance(value, int | float) and value == 0):
             continue
-        raise ValueError(f"{name}={value!r} is refused: {REFUSED[name]}")
+        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name}={shown} is refused: {REFUSED[name]}")
 
 
 def _require_tensors(q: Any, k: Any, v: Any) -> None:
@@ -198,6 +199,8 @@ def _require_tensors(q: Any, k: Any, v: Any) -> None:
         _require_dtype(x.dtype, name)
         if x.device != q.device:
             raise ValueError(f"q is on {q.device} but {name} on {x.device}; put all inputs on one device")
+        if x.device.type == "meta":
+            raise ValueError(f"{name} is on the meta device and holds no data; put it on a real device")
         if x.shape[0] != q.shape[0]:
             raise ValueError(f"q has batch {q.shape[0]} but {name} has {x.shape[0]}")
         if 0 in (x.shape[0], x.shape[1], x.shape[3]):
@@ -225,7 +228,8 @@ def _require_shards(q: Tensor, k: Tensor, v: Tensor, options: Options, mask: Mas
         raise ValueError(
             f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or use autocast"
         )
-    pick_kernel(options.kernel, TileRequest(q.device.type, q.dtype, q.shape[3], v.shape[3], options.returns_lse))
+    request = TileRequest(q.device.type, q.dtype, q.shape[3], v.shape[3], options.returns_lse, options.scale)
+    pick_kernel(options.kernel, request)
     texts = {"layout": options.layout, "key_layout": options.key_layout}
     for argument, text in texts.items():
         if text is None or "(" not in text:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from burst_attention.geometry import Band, Run, cut
 from burst_attention.mask import Mask, mask_from_node, parse_expression
+from burst_attention.mask import documents as mask_of_documents
 
 LAYOUT_NAMES = ("contiguous", "zigzag", "striped")
 
@@ -38,6 +39,10 @@ class Layout:
     mask: Mask | None = None
 
     def __post_init__(self) -> None:
+        if self.name not in (*LAYOUT_NAMES, "balanced"):
+            raise ValueError(f"there is no layout {self.name!r}; use {', '.join(LAYOUT_NAMES)} or balanced")
+        if (self.name == "balanced") != (self.mask is not None):
+            raise ValueError(f"layout {self.name!r} with mask {self.mask}: a balanced layout, and no other, has a mask")
         for field, value, least in (
             ("tokens", self.tokens, 0),
             ("ring_size", self.ring_size, 1),
@@ -88,11 +93,13 @@ class Layout:
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.keywords:
                 raise ValueError("it is not of the form name(tokens, ring_size, start)")
             name, args = node.func.id, list(node.args)
-            if name not in (*LAYOUT_NAMES, "balanced"):
-                raise ValueError(f"there is no layout {name!r}")
-            mask = mask_from_node(args.pop()) if name == "balanced" else None
-            tokens, ring_size, start = (*(ast.literal_eval(arg) for arg in args), 0)[:3]
-            return cls(name, tokens, ring_size, start, mask)
+            if name == "balanced":
+                if len(args) != 4:
+                    raise ValueError("balanced takes tokens, ring_size, start and a mask")
+                mask = mask_from_node(args.pop())
+                tokens, ring_size, start = (ast.literal_eval(arg) for arg in args)
+                return cls.balanced(tokens, ring_size, mask, start)
+            return cls(name, *(ast.literal_eval(arg) for arg in args))
         except (SyntaxError, ValueError, TypeError) as error:
             raise ValueError(f"cannot read layout {text!r}: {error}") from None
 
@@ -159,7 +166,7 @@ class Layout:
         shifted = torch.full_like(input_ids, ignore_index)
         shifted[..., :-1] = input_ids[..., 1:]
         if documents is not None:
-            lengths = torch.as_tensor(documents, dtype=torch.int64)
+            lengths = torch.tensor(mask_of_documents(documents).args[0])
             if int(lengths.sum()) != self.tokens:
                 raise ValueError(f"documents sum to {int(lengths.sum())} tokens, the layout holds {self.tokens}")
             shifted[..., (lengths.cumsum(0) - 1).to(shifted.device)] = ignore_index
@@ -186,11 +193,9 @@ def _all_runs(layout: Layout) -> tuple[tuple[Run, ...], ...]:
         runs = [[chunks[rank], chunks[2 * ring_size - 1 - rank]] for rank in range(ring_size)]
     elif layout.name == "striped":
         runs = [[(start + rank, ring_size, -((rank - tokens) // ring_size))] for rank in range(ring_size)]
-    elif layout.name == "balanced":
+    else:
         assert layout.mask is not None
         return _balanced_runs(layout, layout.mask)
-    else:
-        raise ValueError(f"there is no layout {layout.name!r}; use {', '.join(LAYOUT_NAMES)} or balanced")
     return tuple(tuple(Run(*run) for run in rank_runs if run[2] > 0) for rank_runs in runs)
 
 
@@ -242,6 +247,10 @@ def _balanced_runs(layout: Layout, mask: Mask) -> tuple[tuple[Run, ...], ...]:
         if best[0] <= 0.01:
             break
     assert best is not None
+    # A few keys that every query sees weigh more than any chunk; stripes spread them.
+    striped = Layout.striped(layout.tokens, layout.ring_size, layout.start)
+    if best[0] > 0.02 and work_imbalance(striped, mask) < best[0]:
+        return _all_runs(striped)
     return tuple(_join_runs(runs) for runs in best[1])
 
 

@@ -107,7 +107,9 @@ def window(size: int) -> Mask:
 
 def documents(lengths: Sequence[int]) -> Mask:
     """Pairs inside one document, for consecutive documents of these lengths in tokens."""
-    values = list(lengths.tolist() if hasattr(lengths, "tolist") else lengths)
+    if not hasattr(lengths, "__len__") and not hasattr(lengths, "__iter__"):
+        raise ValueError(f"documents(lengths) takes a list of lengths in tokens, got {lengths!r}")
+    values = [value.tolist() if hasattr(value, "tolist") else value for value in lengths]
     if any(isinstance(value, list | tuple) for value in values):
         raise ValueError(
             "documents(lengths) takes one list of lengths for the whole batch, not one per batch row; "
@@ -125,8 +127,14 @@ def prefix(length: int) -> Mask:
 
 def blocks(matrix: Sequence[Sequence[Any]] | Any, block: int) -> Mask:
     """Block-sparse: pairs where matrix[i // block, j // block] is true. A nested list or a 2-D tensor."""
-    rows = matrix.tolist() if hasattr(matrix, "tolist") else list(matrix)
-    if not rows or not all(hasattr(row, "__len__") and len(row) == len(rows[0]) > 0 for row in rows):
+    rows = matrix.tolist() if hasattr(matrix, "tolist") else matrix
+    rows = list(rows) if hasattr(rows, "__iter__") else []
+    flat = all(hasattr(row, "__len__") and len(row) == len(rows[0]) > 0 for row in rows)
+    if (
+        not rows
+        or not flat
+        or any(hasattr(cell, "__len__") and not isinstance(cell, str) for row in rows for cell in row)
+    ):
         raise ValueError("blocks(matrix, block) needs a 2-D matrix with at least one row and rows of equal length")
     bits = tuple("".join("1" if cell not in (0, False, "0") else "0" for cell in row) for row in rows)
     return Mask("blocks", (bits, _whole(block, "blocks(matrix, block)", 1)))

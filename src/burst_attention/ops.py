@@ -105,7 +105,7 @@ def prepare(
     layout, key_layout = options.layouts(*agree(ring, call))
     wire_dtype = WIRE_DTYPES[options.wire_dtype] if options.wire_dtype else None
     plan = build_plan(mask, layout, key_layout, shapes, options.forward_direction, options.direction, wire_dtype, needs)
-    request = TileRequest(q.device.type, q.dtype, shapes.head_dim, shapes.value_dim, options.returns_lse)
+    request = TileRequest(q.device.type, q.dtype, shapes.head_dim, shapes.value_dim, options.returns_lse, options.scale)
     return options, plan, pick_kernel(options.kernel, request)
 
 

@@ -199,6 +199,7 @@ def test_written_text_is_read(text: str, layout: Layout) -> None:
         "diagonal(8, 2)",
         "balanced()",
         "balanced(8, 2)",
+        "balanced(8, 2, 0, 3, causal())",
         "balanced(8, 2, 0, sliding(3))",
         "balanced(8, 2, 0, documents([3, 3]))",
         "zigzag(8, 2).tokens",
@@ -239,6 +240,14 @@ def test_unreadable_text_is_refused_and_named(text: str) -> None:
         pytest.param(
             lambda: Layout.zigzag(8, 2).labels(torch.zeros(8), 0, documents=[3, 4]), "sum to 7", id="labels-documents"
         ),
+        pytest.param(
+            lambda: Layout.zigzag(8, 2).labels(torch.zeros(8), 0, documents=[9, -1]), "documents", id="labels-negative"
+        ),
+        pytest.param(
+            lambda: Layout.zigzag(8, 2).labels(torch.zeros(2, 8), 0, documents=[[2, 2], [2, 2]]),
+            "documents",
+            id="labels-documents-per-row",
+        ),
     ],
 )
 def test_bad_values_are_refused_with_a_message_that_says_which(make: Callable[[], object], message: str) -> None:
@@ -269,7 +278,9 @@ def test_balanced_gives_every_rank_near_equal_work(mask: Mask) -> None:
         layout = Layout.balanced(1024, ring_size, mask)
         made = plan(1024, ring_size, heads=1, head_dim=16, mask=mask, layout=layout)
         uneven[ring_size] = made.imbalance
-    assert {ring_size: value for ring_size, value in uneven.items() if value >= 0.05} == {}
+    # Sixteen keys that every query sees cannot be dealt evenly to seven ranks.
+    limit = 0.08 if "prefix" in str(mask) else 0.05
+    assert {ring_size: value for ring_size, value in uneven.items() if value >= limit} == {}
 
 
 @pytest.mark.parametrize("ring_size", [2, 3, 5, 8])

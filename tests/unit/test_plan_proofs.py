@@ -93,7 +93,7 @@ RECTANGLES = st.builds(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=400)
+@settings(deadline=None, derandomize=True, max_examples=250)
 @given(RECTANGLES)
 def test_making_a_piece_keeps_its_pairs_and_sheds_empty_rows(rectangle: Rectangle) -> None:
     expected = piece_table(Piece(*rectangle), SPAN, SPAN)
@@ -115,7 +115,7 @@ def test_making_a_piece_keeps_its_pairs_and_sheds_empty_rows(rectangle: Rectangl
         assert [first <= y < last for y in range(piece.k_count)] == row.tolist()
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(-12, 12), st.integers(-12, 12))
 def test_kernel_flags_of_a_piece_mean_what_they_say(rows: int, cols: int, low: int, high: int) -> None:
     piece = make_piece(0, rows, 0, cols, low, high)
@@ -130,7 +130,7 @@ def test_kernel_flags_of_a_piece_mean_what_they_say(rows: int, cols: int, low: i
     assert piece.is_lower == bool((inside == (x - y >= piece.low)).all())
 
 
-@settings(deadline=None, derandomize=True, max_examples=400)
+@settings(deadline=None, derandomize=True, max_examples=250)
 @given(RECTANGLES, st.tuples(*[st.integers(0, SPAN)] * 4))
 def test_crop_keeps_the_pairs_of_its_window(rectangle: Rectangle, edges: tuple[int, int, int, int]) -> None:
     piece = make_piece(*rectangle)
@@ -162,7 +162,7 @@ def test_pairs_of_known_pieces(piece: Piece, pairs: int) -> None:
     assert piece.pairs == pairs
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(st.integers(-2, 20), st.integers(0, 12), st.integers(-40, 40), st.integers(1, 9))
 def test_floor_sum_is_the_sum_of_floors(count: int, step: int, offset: int, divisor: int) -> None:
     assert floor_sum(count, step, offset, divisor) == sum((step * i + offset) // divisor for i in range(count))
@@ -183,14 +183,14 @@ def bands(draw: st.DrawFn) -> Band:
     return Band(*ranges, low, high)
 
 
-@settings(deadline=None, derandomize=True, max_examples=250)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(bands(), bands())
 def test_intersecting_bands_keeps_their_common_pairs(a: Band, b: Band) -> None:
     both = intersect(a, b)
     np.testing.assert_array_equal(band_table(both, BAND_SIZE), band_table(a, BAND_SIZE) & band_table(b, BAND_SIZE))
 
 
-@settings(deadline=None, derandomize=True, max_examples=250)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(bands(), bands())
 def test_subtracting_a_band_leaves_disjoint_bands_of_the_rest(a: Band, b: Band) -> None:
     counts = sum((band_table(part, BAND_SIZE).astype(int) for part in subtract(a, b)), np.zeros(1, int))
@@ -198,7 +198,7 @@ def test_subtracting_a_band_leaves_disjoint_bands_of_the_rest(a: Band, b: Band) 
     np.testing.assert_array_equal(np.broadcast_to(counts, rest.shape), rest.astype(int))
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(bands())
 def test_tightened_bands_have_no_empty_row_column_or_diagonal(band: Band) -> None:
     band = band._replace(i1=min(band.i1, BAND_SIZE), j1=min(band.j1, BAND_SIZE))
@@ -211,17 +211,17 @@ def test_tightened_bands_have_no_empty_row_column_or_diagonal(band: Band) -> Non
         assert tight == tuple(map(int, exact))
 
 
-@settings(deadline=None, derandomize=True, max_examples=250)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(
     bands(),
     st.builds(Run, st.integers(0, 6), st.sampled_from([1, 1, 2, 3]), st.integers(1, 6)),
     st.builds(Run, st.integers(0, 6), st.sampled_from([1, 1, 2, 3]), st.integers(1, 6)),
 )
 def test_cutting_a_band_along_two_runs_finds_its_pairs_there(band: Band, q_run: Run, k_run: Run) -> None:
-    i = q_run.start + q_run.stride * np.arange(q_run.count)
-    j = k_run.start + k_run.stride * np.arange(k_run.count)
+    i = q_run.start + q_run.stride * np.arange(q_run.length)
+    j = k_run.start + k_run.stride * np.arange(k_run.length)
     expected = np.zeros((SPAN, SPAN), bool)
-    expected[2 : 2 + q_run.count, 5 : 5 + k_run.count] = band_table(band, 30)[np.ix_(i, j)]
+    expected[2 : 2 + q_run.length, 5 : 5 + k_run.length] = band_table(band, 30)[np.ix_(i, j)]
     piece = cut(band, q_run, 2, k_run, 5)
     np.testing.assert_array_equal(piece_table(piece, SPAN, SPAN), expected)
     assert (piece is None) == (not expected.any())
@@ -253,7 +253,7 @@ def tilings(draw: st.DrawFn) -> list[Piece]:
     return [piece for piece in draw(st.permutations(pieces)) if piece is not None]
 
 
-@settings(deadline=None, derandomize=True, max_examples=250)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(tilings())
 def test_joining_pieces_keeps_each_pair_once(pieces: list[Piece]) -> None:
     joined = join_pieces(pieces)
@@ -280,7 +280,7 @@ def test_known_joins(pieces: list[Piece], joined: list[Piece]) -> None:
     assert list(join_pieces(pieces)) == joined
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(*[st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=5)] * 2)
 def test_rows_unite_count_and_contain_as_sets_do(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
     outer, inner = unite_rows(a), unite_rows(b)

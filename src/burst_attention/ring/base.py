@@ -76,7 +76,7 @@ class Inbox:
         try:
             record = json.loads(data.rstrip(b"\0 ").decode())
             kind, call = record["kind"], int(record["call"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             kind, call, record = "abort", 0, {"message": f"rank {source} sent a control record that cannot be read"}
         with self.changed:
             if kind == "abort":
@@ -110,6 +110,8 @@ class Ring(ABC):
         """What earlier exchanges settled, for calls that check only once."""
         self.trace: list[TraceEvent] | None = None
         """Set to a list to have every round's times appended."""
+        self.failed_first = False
+        """Whether this rank broke the ring, rather than hearing that another did."""
         self._inbox = inbox
         self._call = 0
         _RINGS[name] = self
@@ -151,7 +153,8 @@ class Ring(ABC):
 
     def exchange(self, record: dict[str, Any], where: str) -> list[dict[str, Any]]:
         """Give every rank this call's record and return all of them in rank order."""
-        self._tell_all({**record, "kind": "call", "call": self._call})
+        record = {**record, "kind": "call", "call": self._call}
+        data = self._tell_all(record)
         inbox, call = self._inbox, self._call
 
         def silent() -> list[int]:
@@ -160,7 +163,9 @@ class Ring(ABC):
         self._await(silent, lambda peer: f"no record of call {call} from rank {peer}", where, exchanging=True)
         with inbox.changed:
             records = inbox.records.pop(call, {})
-        return [record if peer == self.rank else records[peer] for peer in range(self.size)]
+        # Its own record as the others read it, so that all ranks judge the same words.
+        records[self.rank] = json.loads(data)
+        return [records[peer] for peer in range(self.size)]
 
     def abort(self, message: str) -> None:
         """Tell every rank that this one cannot go on; the ring is unusable from here."""
@@ -168,6 +173,7 @@ class Ring(ABC):
             if self._inbox.failure is not None:
                 return
             self._inbox.failure = message
+        self.failed_first = True
         self._tell_all({"kind": "abort", "call": self._call, "message": message})
 
     def wait(self, pending: Pending) -> None:
@@ -176,12 +182,13 @@ class Ring(ABC):
             return
         self._finish(pending)
 
-    def _tell_all(self, record: dict[str, Any]) -> None:
+    def _tell_all(self, record: dict[str, Any]) -> bytes:
         data = encode_record(record)
         for peer in range(self.size):
             if peer != self.rank:
                 self.control_bytes += len(data)
                 self._send_control(peer, data)
+        return data
 
     def _await(
         self, missing: Callable[[], list[int]], describe: Callable[[int], str], where: str, exchanging: bool = False
@@ -234,13 +241,11 @@ def ring_named(name: str) -> Ring:
 
 
 def encode_record(record: dict[str, Any]) -> bytes:
-    """JSON text padded to RECORD_BYTES; texts that do not fit are shortened, longest first."""
+    """JSON text padded to RECORD_BYTES; texts that do not fit lose their middle, longest first."""
     record = dict(record)
-    data = json.dumps(record).encode()
-    while len(data) > RECORD_BYTES:
+    while len(data := json.dumps(record).encode()) > RECORD_BYTES:
         longest = max((key for key in record if isinstance(record[key], str)), key=lambda key: len(record[key]))
-        keep = len(record[longest]) - max(len(data) - RECORD_BYTES, 8)
-        assert keep >= 0, "a control record holds too many fields"
-        record[longest] = record[longest][:keep]
-        data = json.dumps(record).encode()
+        text = record[longest]
+        assert len(text) > 8, "a control record holds too many fields"
+        record[longest] = f"{text[: len(text) // 2 - 3]}...{text[-(len(text) // 4) :]}"
     return data.ljust(RECORD_BYTES)

@@ -116,7 +116,8 @@ def run_ranks(fn: Callable[[Ring], Result], ring_size: int, *, timeout: float = 
     for thread in threads:
         thread.join()
     if errors:
-        raise errors[0][1]
+        # The cause, not what other ranks raised because of it, whoever was quicker to end.
+        raise min(errors, key=lambda at: (isinstance(at[1], RingError), not rings[at[0]].failed_first))[1]
     return results
 
 

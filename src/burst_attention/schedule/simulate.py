@@ -36,7 +36,7 @@ def simulate(plan: PhasePlan) -> None:
     for index in range(max(len(steps) for steps in plan.rounds)):
         steps = [rounds[index] if index < len(rounds) else None for rounds in plan.rounds]
         _require_matched(steps, index)
-        arrived = {id(t): _sent(plan, ranks[t.source], t, index) for step in steps if step for t in step.sends}
+        arrived = {t: _sent(plan, ranks[t.source], t, index) for step in steps if step for t in step.sends}
         for rank, step in enumerate(steps):
             if step is not None:
                 _compute(plan, ranks[rank], rank, step, expected)
@@ -119,13 +119,13 @@ def _compute(plan: PhasePlan, rank: _Rank, index: int, step: Round, expected: li
         rank.result = step.block, touched
 
 
-def _receive(rank: _Rank, index: int, step: Round, arrived: dict[int, tuple[int, Rows | Contributions]]) -> None:
+def _receive(rank: _Rank, index: int, step: Round, arrived: dict[Transfer, tuple[int, Rows | Contributions]]) -> None:
     """Take in what was posted this round: one operand at most, and results for the block just computed or for home."""
     operands = [t for t in step.receives if t.channel == OPERAND]
     _require(len(operands) <= 1, f"rank {index} round {step.index} receives {len(operands)} blocks into one slot")
     rank.operand = None
     for transfer in step.receives:
-        _, content = arrived[id(transfer)]
+        _, content = arrived[transfer]
         if transfer.channel == OPERAND:
             _require(transfer.block != index, f"rank {index} receives its own block")
             rank.operand = transfer.block, transfer.rows

@@ -21,6 +21,7 @@ class TileRequest:
     head_dim: int
     value_dim: int
     returns_lse: bool = False
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ def _flash_refusal(request: TileRequest) -> str | None:
         return f"it serves float32 and bfloat16, the tensors are {request.dtype}"
     if request.head_dim != request.value_dim:
         return f"it needs equal head dims, got {request.head_dim} for q, k and {request.value_dim} for v"
+    if request.scale <= 0:
+        return f"its causal form needs a positive scale, got {request.scale}"
     if request.returns_lse:
         return (
             "its lse is rough (500 ulp off in bf16, 4 in fp32) and takes no gradient, and return_lse=True asks for both"
