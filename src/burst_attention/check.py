@@ -117,7 +117,7 @@ def evaluate(case: Case, parts: list[tuple[tuple[Tensor, ...], int, int, float]]
     wrong = [finding.name for finding in findings if not finding.holds]
     if counted != predicted:
         wrong.append("bytes")
-    worst = max((finding for finding in findings if finding.name != "lse"), key=_share_of_limit)
+    worst = max((finding for finding in findings if finding.name != "lse"), key=share_of_limit)
     return Row(
         case=case.name,
         directions=case.directions,
@@ -125,7 +125,7 @@ def evaluate(case: Case, parts: list[tuple[tuple[Tensor, ...], int, int, float]]
         tokens=case.problem.tokens,
         error=worst.rms,
         torch_error=worst.rms_yardstick,
-        worst=max(_share_of_limit(finding) for finding in findings),
+        worst=max(share_of_limit(finding) for finding in findings),
         bytes_predicted=predicted,
         bytes_counted=counted,
         control_bytes=control,
@@ -134,7 +134,7 @@ def evaluate(case: Case, parts: list[tuple[tuple[Tensor, ...], int, int, float]]
     )
 
 
-def _share_of_limit(finding: Finding) -> float:
+def share_of_limit(finding: Finding) -> float:
     """How much of what the rule allows is used: at most 1 where it holds."""
     pairs = ((finding.rms, finding.rms_limit), (finding.largest, finding.largest_limit))
     return max((error / limit if limit else (0.0 if error == 0 else float("inf"))) for error, limit in pairs)

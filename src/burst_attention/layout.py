@@ -166,7 +166,7 @@ class Layout:
         shifted = torch.full_like(input_ids, ignore_index)
         shifted[..., :-1] = input_ids[..., 1:]
         if documents is not None:
-            lengths = torch.tensor(mask_of_documents(documents).args[0])
+            lengths = torch.tensor(mask_of_documents(documents).args[0] if len(documents) else (), dtype=torch.int64)
             if int(lengths.sum()) != self.tokens:
                 raise ValueError(f"documents sum to {int(lengths.sum())} tokens, the layout holds {self.tokens}")
             shifted[..., (lengths.cumsum(0) - 1).to(shifted.device)] = ignore_index

@@ -94,6 +94,16 @@ def run_cell(problem: Problem, sharding: Sharding) -> list[Finding]:
     return judge(problem, gather(problem, sharding, shards))
 
 
+def run_directions(problem: Problem, ring_size: int, layout: str) -> dict[Sharding, list[Finding]]:
+    """Both directions in both phases on one ring of threads."""
+    shardings = [Sharding(ring_size, layout, *pair) for pair in itertools.product(DIRECTIONS, repeat=2)]
+    shards = run_ranks(lambda ring: [run_rank(ring, problem, s) for s in shardings], ring_size, timeout=600)
+    return {
+        sharding: judge(problem, gather(problem, sharding, [shard[index] for shard in shards]))
+        for index, sharding in enumerate(shardings)
+    }
+
+
 def require_exact(problem: Problem, sharding: Sharding, findings: list[Finding]) -> None:
     """Fail with every broken rule by name."""
     broken = [finding for finding in findings if not finding.holds]
