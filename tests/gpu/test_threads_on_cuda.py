@@ -1,4 +1,4 @@
-"""A ring of threads on one GPU, through the plain kernel, against the fp64 oracle: nothing in the core assumes a CPU."""
+"""A ring of threads on one GPU, through the plain kernel, against the fp64 oracle: the core assumes no CPU."""
 
 from __future__ import annotations
 
