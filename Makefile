@@ -5,13 +5,17 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/ready
 
-.PHONY: demo test lint types test-all soak bench clean
+.PHONY: demo test test-gpu lint types test-all soak bench clean
 
 demo: $(READY)
 	$(BIN)/burst check
 
+# Without GPUs: autograd's device threads would keep the tests from forking ranks. `make test-gpu` is for GPUs.
 test: lint types
-	$(BIN)/python -m pytest
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest tests/gpu
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -21,10 +25,10 @@ types: $(READY)
 	$(BIN)/mypy
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -m "not soak"
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not soak"
 
 soak: $(READY)
-	$(BIN)/python -m pytest -m soak
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m soak
 
 bench: $(READY)
 	$(BIN)/burst bench local

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -70,11 +71,12 @@ def run_processes(
 
 
 def _load_what_ranks_need() -> None:
-    """torch imports sympy at the first gradient with respect to a given dout; better once here than in every fork."""
+    """torch imports sympy at the first gradient with respect to a given dout; better once here than in every fork.
+
+    Only imported: a gradient computed here would start autograd's threads, and those do not survive a fork.
+    """
     if START_METHOD == "fork":
-        x = torch.zeros((), requires_grad=True)
-        with torch.enable_grad():
-            torch.autograd.grad(x * 1, x, torch.zeros(()))
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 def _rank_main(

@@ -409,7 +409,10 @@ def test_a_killed_process_is_noticed_by_every_survivor(
 
 def test_a_process_killed_before_the_call_is_named() -> None:
     def body(ring: Ring) -> None:
+        ring.exchange({}, "start")
         if ring.rank == 1:
+            # By now the others are past the exchange, which proves that every ring is complete.
+            time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
         step(ring)
 
@@ -488,3 +491,8 @@ def test_processes_agree_with_threads() -> None:
         return step(ring, mask=causal(), layout="zigzag").flatten().tolist()
 
     assert run_processes(body, 3, timeout=40) == run_ranks(body, 3, timeout=TIMEOUT)
+
+
+def test_backward_stays_in_the_rank_s_own_thread() -> None:
+    """On a GPU autograd would else run all ranks' backwards in one device thread, where the first blocks the others."""
+    assert run_ranks(lambda ring: torch._C._is_multithreading_enabled(), 2) == [False, False]

@@ -131,9 +131,10 @@ def _capture_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
     @contextlib.contextmanager
     def enter() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            # A backward that blocks on other ranks must run in this thread, not in a device thread they share.
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(torch.inference_mode(inference))
+            # A backward that blocks on other ranks must run in this thread, not in a device thread they share. After
+            # inference mode, which turns it on again.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(torch.set_grad_enabled(grad))
             for name, (enabled, dtype) in autocast.items():
                 stack.enter_context(torch.autocast(name, dtype=dtype, enabled=enabled))
