@@ -21,6 +21,9 @@ FIELDS = (
 )  # fmt: skip
 """What must be equal on all ranks, in the order in which differences are told."""
 
+MOST_AGREED = 1024
+"""Calls that check="first" remembers: documents may differ every step."""
+
 REMEDY = "every rank must make the same call"
 
 
@@ -77,6 +80,9 @@ def agree(ring: Ring, call: LocalCall) -> Lengths:
         raise ValueError(error)
     lengths = tuple(r["query_tokens"] for r in records), tuple(r["key_tokens"] for r in records)
     if options.check == "first":
+        if len(ring.agreed) >= MOST_AGREED:
+            # All ranks made the same calls, so all forget at the same one.
+            ring.agreed.clear()
         ring.agreed[call] = lengths
     return lengths
 

@@ -19,7 +19,7 @@ from burst_attention.merge import State, clear, merge
 from burst_attention.ring import Parcel, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer, make_bundle
 from burst_attention.schedule.plan import OPERAND, RESULT
-from burst_attention.tiles import Gradients, TileKernel
+from burst_attention.tiles import BackwardInputs, Gradients, TileKernel
 
 CHANNELS = {OPERAND: 0, RESULT: 1}
 STATE_FIELDS = ("acc", "peak", "total")
@@ -232,8 +232,7 @@ def backward_compute(kernel: TileKernel, scale: float) -> Compute:
     """How a round's pieces are computed in backward."""
 
     def compute(pieces: tuple[Piece, ...], x: Mapping[str, Tensor]) -> None:
-        gradients = Gradients(x.get("dq"), x.get("dk"), x.get("dv"))
-        rows = x["lse"], x["delta"], x.get("out")
-        kernel.backward(pieces, x["dout"], x["q"], x["k"], x["v"], *rows, gradients, scale)
+        inputs = BackwardInputs(x["dout"], x["q"], x["k"], x["v"], x["lse"], x["delta"], x.get("out"))
+        kernel.backward(pieces, inputs, Gradients(x.get("dq"), x.get("dk"), x.get("dv")), scale)
 
     return compute

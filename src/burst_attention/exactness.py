@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,26 +88,18 @@ def run_rank(ring: Ring, problem: Problem, sharding: Sharding) -> tuple[Tensor, 
     layout = sharding.layout_for(problem)
     q, k, v, dout = (layout.shard(x, ring.rank, 2) for x in problem.inputs())
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    options: dict[str, Any] = {
+        "ring": ring,
+        "mask": parse_mask(problem.mask),
+        "layout": layout,
+        "direction": sharding.direction,
+        "forward_direction": sharding.forward_direction,
+    }
     with torch.no_grad():
-        _, lse = _attend(ring, problem, sharding, layout, q, k, v, return_lse=True)
-    out = _attend(ring, problem, sharding, layout, q, k, v)
-    assert isinstance(out, Tensor)
+        _, lse = burst_attention(q, k, v, return_lse=True, **options)
+    out = burst_attention(q, k, v, **options)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
     return out.detach(), lse, dq, dk, dv
-
-
-def _attend(ring: Ring, problem: Problem, sharding: Sharding, layout: Layout, q, k, v, return_lse=False):  # type: ignore[no-untyped-def]
-    return burst_attention(
-        q,
-        k,
-        v,
-        ring=ring,
-        mask=parse_mask(problem.mask),
-        layout=layout,
-        direction=sharding.direction,
-        forward_direction=sharding.forward_direction,
-        return_lse=return_lse,
-    )
 
 
 def gather(problem: Problem, sharding: Sharding, shards: Sequence[tuple[Tensor, ...]]) -> Attention:

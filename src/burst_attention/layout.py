@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from burst_attention.geometry import Band, Run, cut
+from burst_attention.geometry import Band, Piece, Run, cut
 from burst_attention.mask import Mask, mask_from_node, parse_expression
 from burst_attention.mask import documents as mask_of_documents
 
@@ -223,7 +223,7 @@ def _run_work(mask: Mask, layout: Layout, run: Run) -> tuple[int, int]:
     return as_queries, as_keys
 
 
-def _cut_between(band: Band, q_run: Run, k_run: Run):  # type: ignore[no-untyped-def]
+def _cut_between(band: Band, q_run: Run, k_run: Run) -> Piece | None:
     if band.i0 > q_run.last or band.i1 <= q_run.start or band.j0 > k_run.last or band.j1 <= k_run.start:
         return None
     return cut(band, q_run, 0, k_run, 0)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
-from burst_attention import run_ranks
+from burst_attention import Ring, run_ranks
 from burst_attention.exactness import Problem, Sharding, gather, rms, run_rank, truth
 from burst_attention.launch import run_processes
 from tests.ring import matrix
@@ -71,6 +72,22 @@ def test_processes_are_exact(case: tuple[int, str, str, str, str, str, str]) -> 
     problem, sharding = problem_of(mask, heads, dtype, 257), Sharding(ring_size, layout, forward, backward)
     shards = run_processes(lambda ring: run_rank(ring, problem, sharding), ring_size, timeout=120)
     require_exact(problem, sharding, judge(problem, gather(problem, sharding, shards)))
+
+
+def test_the_ring_of_a_mesh_axis_is_exact() -> None:
+    """Two rings of two ranks beside each other: the cp axis of a 2 x 2 mesh, each with a problem of its own."""
+
+    def body(ring: Ring) -> tuple[int, int, tuple[torch.Tensor, ...]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        axis, row = Ring.from_mesh(mesh["cp"]), mesh.get_local_rank("dp")
+        problem = problem_of("causal", "GQA4", "fp32", 111, seed=row)
+        return row, axis.rank, run_rank(axis, problem, Sharding(2, "zigzag"))
+
+    results = {(row, rank): shards for row, rank, shards in run_processes(body, 4, timeout=60)}
+    for row in range(2):
+        problem, sharding = problem_of("causal", "GQA4", "fp32", 111, seed=row), Sharding(2, "zigzag")
+        shards = [results[row, rank] for rank in range(2)]
+        require_exact(problem, sharding, judge(problem, gather(problem, sharding, shards)))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

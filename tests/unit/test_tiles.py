@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from burst_attention.geometry import Piece, make_piece
 from burst_attention.merge import State, clear, finish, merge
 from burst_attention.reference import reference_attention
-from burst_attention.tiles import Gradients, TileKernel
+from burst_attention.tiles import BackwardInputs, Gradients, TileKernel
 from burst_attention.tiles.cpu_flash import CpuFlashKernel, projection
 from burst_attention.tiles.pick import TileRequest, pick_kernel
 from burst_attention.tiles.plain import PlainKernel
@@ -83,7 +83,7 @@ def test_kernels_agree_with_the_oracle(kernel: TileKernel, kv_heads: int, piece:
     torch.testing.assert_close(lse.double(), expected_lse, atol=2e-6, rtol=1e-6)
     delta = (out * dout).sum(-1)
     gradients = Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
-    kernel.backward([piece], dout, q, k, v, lse, delta, None, gradients, 0.3)
+    kernel.backward([piece], BackwardInputs(dout, q, k, v, lse, delta, None), gradients, 0.3)
     for got, want in zip(gradients, torch.autograd.grad(expected, inputs, dout.double()), strict=True):
         assert got is not None
         torch.testing.assert_close(got.double(), want, atol=5e-6, rtol=1e-4)

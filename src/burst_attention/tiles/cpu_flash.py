@@ -19,7 +19,7 @@ from torch import Tensor
 from burst_attention.geometry import Piece
 from burst_attention.merge import State, merge_partial
 from burst_attention.schedule import PhasePlan, Round, Shapes
-from burst_attention.tiles.protocol import Gradients, TileKernel
+from burst_attention.tiles.protocol import BackwardInputs, Gradients, TileKernel
 from burst_attention.tiles.split import CAUSAL, MASKED, Tile, allowed_block, rows_without_keys, split_piece
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -67,25 +67,13 @@ class CpuFlashKernel(TileKernel):
             lse.masked_fill_(empty, float("-inf"))
         merge_partial(state, out, lse)
 
-    def backward(
-        self,
-        pieces: Sequence[Piece],
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        out: Tensor | None,
-        gradients: Gradients,
-        scale: float,
-    ) -> None:
+    def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         tiles = (tile for piece in pieces for tile in split_piece(piece, BACKWARD_ROWS, BACKWARD_COLS))
         for _, neighbours in groupby(tiles, key=lambda tile: (tile.q0, tile.q1)):
             first, *rest = neighbours
-            rows = _prepare_rows(first.queries, dout, q, lse, delta, out)
+            rows = _prepare_rows(first.queries, x)
             for tile in (first, *rest):
-                self._backward_tile(tile, rows, k, v, gradients, scale)
+                self._backward_tile(tile, rows, x.k, x.v, gradients, scale)
             del rows
 
     def _backward_tile(
@@ -117,13 +105,13 @@ class QueryRows(NamedTuple):
     lse: Tensor
 
 
-def _prepare_rows(queries: slice, dout: Tensor, q: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None) -> QueryRows:
-    dout_rows = dense_rows(dout[:, :, queries])
-    out_rows = projection(dout_rows, delta[:, :, queries]) if out is None else dense_rows(out[:, :, queries])
+def _prepare_rows(queries: slice, x: BackwardInputs) -> QueryRows:
+    dout = dense_rows(x.dout[:, :, queries])
+    out = projection(dout, x.delta[:, :, queries]) if x.out is None else dense_rows(x.out[:, :, queries])
     # A row without keys has lse = -inf; +inf makes its weights 0 instead of NaN.
-    lse_rows = lse[:, :, queries]
-    lse_rows = lse_rows.masked_fill(lse_rows == float("-inf"), float("inf")).contiguous()
-    return QueryRows(dout_rows, dense_rows(q[:, :, queries]), out_rows, lse_rows)
+    lse = x.lse[:, :, queries]
+    lse = lse.masked_fill(lse == float("-inf"), float("inf")).contiguous()
+    return QueryRows(dout, dense_rows(x.q[:, :, queries]), out, lse)
 
 
 def _forward_bytes(tile: Tile, shapes: Shapes, moved: str) -> int:

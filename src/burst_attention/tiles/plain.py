@@ -17,7 +17,7 @@ from torch import Tensor
 from burst_attention.geometry import Piece
 from burst_attention.merge import State
 from burst_attention.schedule import PhasePlan, Round
-from burst_attention.tiles.protocol import Gradients, TileKernel
+from burst_attention.tiles.protocol import BackwardInputs, Gradients, TileKernel
 from burst_attention.tiles.split import FULL, MAX_BLOCK, Tile, allowed_block, split_piece
 
 SCORE_ELEMENTS = MAX_BLOCK * MAX_BLOCK
@@ -66,24 +66,12 @@ class PlainKernel(TileKernel):
         for part, value in zip(state, (acc, peak, total), strict=True):
             part.copy_(unfold_heads(value, part))
 
-    def backward(
-        self,
-        pieces: Sequence[Piece],
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        out: Tensor | None,
-        gradients: Gradients,
-        scale: float,
-    ) -> None:
-        block = block_size(q.shape[0] * q.shape[1])
+    def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
+        block = block_size(x.q.shape[0] * x.q.shape[1])
         for piece in pieces:
             for tile in split_piece(piece, block, block, block):
-                rows = tuple(x[:, :, tile.queries] for x in (dout, q, lse, delta))
-                self._backward_tile(tile, rows, k[:, :, tile.keys], v[:, :, tile.keys], gradients, scale)
+                rows = tuple(part[:, :, tile.queries] for part in (x.dout, x.q, x.lse, x.delta))
+                self._backward_tile(tile, rows, x.k[:, :, tile.keys], x.v[:, :, tile.keys], gradients, scale)
 
     def _backward_tile(
         self,

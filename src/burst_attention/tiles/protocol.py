@@ -16,6 +16,21 @@ from burst_attention.merge import State
 from burst_attention.schedule import PhasePlan, Round
 
 
+class BackwardInputs(NamedTuple):
+    """What backward starts from: lse and delta = rowsum(out * dout) - dlse of the whole rows.
+
+    `out` is there where the rows are at home, for kernels that want it; delta says all that is needed of it.
+    """
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lse: Tensor
+    delta: Tensor
+    out: Tensor | None
+
+
 class Gradients(NamedTuple):
     """Accumulators (B, H, S, D), (B, G, K, D), (B, G, K, E) to add to; None where a gradient is not wanted."""
 
@@ -38,20 +53,5 @@ class TileKernel(ABC):
         """Add the pieces' keys to the state of q's rows. `scale` multiplies the scores."""
 
     @abstractmethod
-    def backward(
-        self,
-        pieces: Sequence[Piece],
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        out: Tensor | None,
-        gradients: Gradients,
-        scale: float,
-    ) -> None:
-        """Add the pieces' part of the gradients, from the whole rows' lse and delta = rowsum(out * dout) - dlse.
-
-        `out` is there where the rows are at home, for kernels that want it; delta says all that is needed of it.
-        """
+    def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
+        """Add the pieces' part of the gradients."""
