@@ -65,7 +65,19 @@ def soak_table() -> list[str]:
     return lines
 
 
-TABLES: dict[str, Callable[[], list[str]]] = {"local": local_table, "exactness": exactness_table, "soak": soak_table}
+def claims_table() -> list[str]:
+    lines = ["| claim | measured | torch, CPU, commit |", "|---|---|---|"]
+    for row in latest(rows_of("claims"), "claim"):
+        lines.append(f"| {row['claim']} | {row['measured']} | {row['torch']}, {row['cpu']}, {row['commit']} |")
+    return lines
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "local": local_table,
+    "exactness": exactness_table,
+    "claims": claims_table,
+    "soak": soak_table,
+}
 
 
 def main() -> None:

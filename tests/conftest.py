@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# The asserts of modules that several test files share show their values too.
+pytest.register_assert_rewrite("tests.unit", "tests.ring")
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread_per_rank() -> None:

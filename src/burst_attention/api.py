@@ -85,13 +85,15 @@ def burst_attention(
         kernel: "auto", "flash" (CPU) or "plain".
         return_lse: also return lse (B, H, S), natural log, fp32 (fp64 for fp64 inputs), differentiable.
         check: "always" compares all ranks' calls before the first hop, "first" only for a call not seen before,
-            "off" never (then `layout` must be a `Layout`).
+            "off" never (then `layout` must be a `Layout`). Where it does not compare, ranks that disagree still raise,
+            but as RingError, and the ring is lost.
 
     Returns:
         out (B, H, S, E) in q's dtype, or (out, lse). A row with no allowed key gives 0 and -inf.
 
     Raises:
-        ValueError: on every rank, before the first hop, when any rank was called wrongly or ranks disagree.
+        ValueError: on every rank, before the first hop, when any rank was called wrongly or ranks disagree; without a
+            check, only on the rank that was called wrongly.
         RingError: when a rank fails or stays silent; names rank, round and peer.
     """
     if not isinstance(ring, Ring):
@@ -141,17 +143,21 @@ def plan(
     forward_direction: str = "auto",
     wire_dtype: torch.dtype | None = None,
     requires_grad: str = "qkv",
+    kernel: str = "auto",
+    return_lse: bool = False,
 ) -> Plan:
     """The plan that a call with these shapes would run, on every rank; needs no process group.
 
     Print it, or ask `.bytes_sent(rank, phase)`, `.flops(rank, phase)`, `.peak_bytes(rank)`, `.imbalance` and
-    `.direction(phase)`. `requires_grad` are the letters of "qkv" that want gradients.
+    `.direction(phase)`. `requires_grad` are the letters of "qkv" that want gradients; `kernel` and `return_lse`, as the
+    call takes them, decide the CPU kernel whose workspace counts as memory.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     shapes = Shapes(batch, heads, kv_heads, head_dim, head_dim if value_dim is None else value_dim, dtype)
     for name in ("batch", "heads", "kv_heads", "head_dim", "value_dim"):
-        if getattr(shapes, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(shapes, name)}")
+        value = getattr(shapes, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     _require_heads(heads, kv_heads)
     _require_dtype(dtype)
     if not isinstance(requires_grad, str) or set(requires_grad) - set("qkv"):
@@ -173,8 +179,8 @@ def plan(
     built = build_plan(
         mask or full(), query_layout, keys_layout, shapes, forward_direction, direction, wire_dtype, needs
     )
-    kernel = pick_kernel("auto", TileRequest("cpu", dtype, shapes.head_dim, shapes.value_dim))
-    return replace(built, workspace=kernel.workspace_bytes)
+    tiles = pick_kernel(kernel, TileRequest("cpu", dtype, shapes.head_dim, shapes.value_dim, return_lse))
+    return replace(built, workspace=tiles.workspace_bytes)
 
 
 def _refuse_arguments(arguments: dict[str, Any]) -> None:
@@ -192,6 +198,8 @@ def _require_tensors(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} has layout {x.layout}; make it dense with .to_dense()")
         if x.dim() != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, heads, tokens, head_dim), got shape {tuple(x.shape)}"

@@ -52,7 +52,7 @@ def local(tokens: int, repeat: int, output: str | None = None) -> list[dict[str,
     if tokens < 1 or repeat < 1:
         raise ValueError(f"--tokens and --repeat must be at least 1, got {tokens} and {repeat}")
     print(f"T={tokens} H={HEADS} D={HEAD_DIM}, {RANKS} processes of 1 thread against 1 process of {RANKS} threads")
-    print(f"{'case':22} {'':16} {'one process':>12} {'ring':>9} {'ratio':>7} {'imbalance':>10}")
+    print(f"{'case':22} {'':18} {'one process':>12} {'ring':>9} {'ratio':>7} {'imbalance':>10}")
     rows = [measure(case, tokens, repeat) for case in CASES]
     if output:
         path = Path(output)
@@ -88,7 +88,7 @@ def measure(case: LocalCase, tokens: int, repeat: int) -> dict[str, Any]:
     for phase in ("forward", "forward_backward"):
         part, label = row[phase], phase.replace("_", " + ")
         print(
-            f"{case.name:22} {label:16} {part['one_process_s']:11.2f}s {part['ring_s']:8.2f}s {part['ratio']:7.3f} "
+            f"{case.name:22} {label:18} {part['one_process_s']:11.2f}s {part['ring_s']:8.2f}s {part['ratio']:7.3f} "
             f"{row['imbalance']:10.1%}",
             flush=True,
         )

@@ -183,15 +183,18 @@ class _Progress:
 
 
 def _json_printer(out: TextIO) -> Callable[[Row], None]:
-    return lambda row: print(json.dumps(asdict(row)), file=out, flush=True)
+    return lambda row: print(json.dumps({**asdict(row), **_no_nan(row)}), file=out, flush=True)
+
+
+def _no_nan(row: Row) -> dict[str, None]:
+    """JSON knows no NaN: a case that failed has no error to tell."""
+    return {name: None for name, value in asdict(row).items() if isinstance(value, float) and math.isnan(value)}
 
 
 def _table_printer(out: TextIO, cases: list[Case], ranks: int) -> Callable[[Row], None]:
-    width = max(len(case.name) for case in cases)
-    print(
-        f"{ranks} processes, {cases[0].problem.tokens} tokens; rms error against fp64, worst of out, dq, dk, dv",
-        file=out,
-    )
+    width = max(26, *(len(case.name) for case in cases))
+    title = f"{ranks} process{'es' if ranks > 1 else ''}, {cases[0].problem.tokens} tokens"
+    print(f"{title}; rms error against fp64, worst of out, dq, dk, dv", file=out)
     head = f"{'mask, layout, heads, dtype':{width}}  {'moves':11}  {'error':>8}  {'torch':>8}"
     head += f"  {'bytes':>11}  {'counted':>11}"
     print(f"{head}  {'time':>7}  verdict", file=out)

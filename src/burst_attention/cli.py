@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from burst_attention.layout import LAYOUT_NAMES
 from burst_attention.mask import parse_mask
 from burst_attention.version import __version__
@@ -54,6 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--head-dim", type=int, default=128)
     plan.add_argument("--mask", default="full()")
     plan.add_argument("--layout", choices=LAYOUT_NAMES, default="contiguous")
+    plan.add_argument(
+        "--direction", choices=("auto", "kv", "query"), default="auto", help="which side moves in backward"
+    )
+    plan.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), default="bfloat16")
     plan.set_defaults(run=_plan)
     return parser
 
@@ -80,8 +86,9 @@ def _bench(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from burst_attention.api import plan
 
-    options = {"heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim, "layout": args.layout}
-    print(plan(args.tokens, args.ranks, mask=parse_mask(args.mask), **options))
+    options = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_dim", "layout", "direction")}
+    options |= {"mask": parse_mask(args.mask), "dtype": getattr(torch, args.dtype)}
+    print(plan(args.tokens, args.ranks, **options))
     return 0
 
 

@@ -9,17 +9,19 @@ calls: its `custom_op` decorator does the same but imports the compiler at the f
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from burst_attention.agreement import LocalCall, agree, shapes_of
-from burst_attention.engine import PhaseRun, backward_compute, forward_compute
+from burst_attention.engine import Compute, PhaseRun, backward_compute, forward_compute
 from burst_attention.merge import State, clear, finish
 from burst_attention.options import WIRE_DTYPES, Options, parse_options
 from burst_attention.ring import Ring, ring_named
-from burst_attention.schedule import Plan, build_plan
+from burst_attention.schedule import PhasePlan, Plan, build_plan
 from burst_attention.tiles import TileKernel, TileRequest, pick_kernel
 
 FORWARD, BACKWARD = "burst_attention::forward", "burst_attention::backward"
@@ -61,6 +63,13 @@ def _backward_impl(
 def run_forward(q: Tensor, k: Tensor, v: Tensor, text: str, ring: Ring) -> tuple[Tensor, Tensor]:
     """Agree, plan, run the rounds, and normalise."""
     options, plan, kernel = prepare("forward", q, k, v, text, ring, None)
+    with told_to_all(ring, "forward"):
+        return _forward(q, k, v, options, plan, kernel, ring)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, plan: Plan, kernel: TileKernel, ring: Ring
+) -> tuple[Tensor, Tensor]:
     shapes = plan.forward.shapes
     accumulate = shapes.accumulate_dtype
     rows = q.shape[:3]
@@ -79,19 +88,39 @@ def run_backward(
     dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...], text: str, ring: Ring, needs: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Agree, plan, run the rounds, and cast the gradients."""
-    q, k, v, out, lse = saved
+    q, k, v, *_ = saved
     options, plan, kernel = prepare("backward", q, k, v, text, ring, needs)
     assert plan.backward is not None
-    accumulate = plan.backward.shapes.accumulate_dtype
+    with told_to_all(ring, "backward"):
+        compute = backward_compute(kernel, options.scale)
+        return _gradients(dout, dlse, saved, plan.backward, compute, ring)
+
+
+def _gradients(
+    dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...], plan: PhasePlan, compute: Compute, ring: Ring
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = saved
+    needs = plan.needs
+    accumulate = plan.shapes.accumulate_dtype
     home = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
     home["delta"] = row_delta(out, dout, dlse, accumulate)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if name in needs:
             home[f"d{name}"] = torch.zeros(x.shape, dtype=accumulate, device=x.device)
-    PhaseRun(plan.backward, ring, home, backward_compute(kernel, options.scale)).run()
+    PhaseRun(plan, ring, home, compute).run()
     nothing = q.new_empty(0)
     dq, dk, dv = (home.pop(f"d{name}").to(q.dtype) if name in needs else nothing.clone() for name in "qkv")
     return dq, dk, dv
+
+
+@contextlib.contextmanager
+def told_to_all(ring: Ring, phase: str) -> Iterator[None]:
+    """After the agreement the others count on this rank: whatever ends its call, also outside a round, is told."""
+    try:
+        yield
+    except BaseException as error:
+        ring.abort(f"rank {ring.rank} failed in {phase}, outside its rounds: {type(error).__name__}: {error}")
+        raise
 
 
 def prepare(
@@ -111,7 +140,9 @@ def prepare(
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
     """(B, H, S): rowsum(out * dout) - dlse, which is all that backward needs to know of out."""
-    delta: Tensor = torch.linalg.vecdot(out.to(dtype), dout.to(dtype))
+    # Where a row sees few keys, dq is what is left after delta cancels: fp64 sums keep that difference.
+    precise = torch.float64 if out.dtype == torch.float32 and out.device.type == "cpu" else dtype
+    delta: Tensor = torch.linalg.vecdot(out.to(precise), dout.to(precise)).to(dtype)
     return delta if dlse is None else delta - dlse
 
 

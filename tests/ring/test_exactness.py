@@ -40,7 +40,8 @@ def test_the_cover_covers_every_pair() -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
-    tokens=st.integers(1, 300),
+    # A few tokens make the yardstick's error a draw of few numbers (docs/numerics.md); T = 1 is exact.
+    tokens=st.one_of(st.just(1), st.integers(16, 300)),
     mask=st.sampled_from(matrix.MASKS),
     heads=st.sampled_from(tuple(matrix.HEADS)),
     dtype=st.sampled_from(tuple(matrix.DTYPES)),

@@ -39,7 +39,7 @@ def keep(run: str, repetitions: int, hangs: int, wrong: int, started: float) -> 
 def random_case(chance: random.Random) -> tuple[Any, Sharding]:
     """Any mask, heads, dtype, layout, ring size, directions and length."""
     heads, dtype = chance.choice(tuple(matrix.HEADS)), chance.choice(tuple(matrix.DTYPES))
-    problem = problem_of(chance.choice(matrix.MASKS), heads, dtype, chance.randint(1, 600), chance.randint(0, 10**6))
+    problem = problem_of(chance.choice(matrix.MASKS), heads, dtype, chance.randint(16, 600), chance.randint(0, 10**6))
     sides = [chance.choice(("kv", "query", "auto")) for _ in range(2)]
     return problem, Sharding(chance.randint(1, 9), chance.choice(matrix.LAYOUTS), *sides)
 

@@ -15,61 +15,11 @@ from numpy.typing import NDArray
 from burst_attention import Mask, blocks, causal, documents, full, parse_mask, plan, prefix, window
 from burst_attention.geometry import Band
 from burst_attention.reference import allowed_pairs
+from tests.unit.oracle import MaskCase, masks
 
 PACK = "pack the rows into B = 1"
 
-Dense = NDArray[np.bool_]
-MaskCase = tuple[Mask, Dense]
-"""A mask, and the pairs it must allow between the first positions, written down apart from the package."""
-
 SIZE = 24
-query, key = np.indices((SIZE, SIZE))
-
-
-def document_of(lengths: list[int]) -> NDArray[np.int64]:
-    """The document of each of the first positions."""
-    return np.array([number for number, length in enumerate(lengths) for _ in range(length)][:SIZE])
-
-
-def cell_of(matrix: list[list[bool]], block: int) -> Dense:
-    """matrix[i // block, j // block] for the first positions."""
-    return np.array([[matrix[i // block][j // block] for j in range(SIZE)] for i in range(SIZE)])
-
-
-@st.composite
-def document_cases(draw: st.DrawFn) -> MaskCase:
-    lengths = draw(st.lists(st.integers(1, 9), max_size=6))
-    lengths.append(max(SIZE - sum(lengths), 1))
-    owner = document_of(lengths)
-    return documents(lengths), owner[:, None] == owner[None, :]
-
-
-@st.composite
-def block_cases(draw: st.DrawFn) -> MaskCase:
-    block = draw(st.integers(4, 9))
-    count = -(-SIZE // block)
-    matrix = [[draw(st.booleans()) for _ in range(count)] for _ in range(count)]
-    return blocks(matrix, block), cell_of(matrix, block)
-
-
-def compose(left: MaskCase, right: MaskCase, both: bool) -> MaskCase:
-    if both:
-        return left[0] & right[0], left[1] & right[1]
-    return left[0] | right[0], left[1] | right[1]
-
-
-SIMPLE: st.SearchStrategy[MaskCase] = st.one_of(
-    st.just((full(), np.ones((SIZE, SIZE), bool))),
-    st.just((causal(), key <= query)),
-    st.integers(1, SIZE + 2).map(lambda size: (window(size), np.abs(query - key) < size)),
-    st.integers(0, SIZE + 2).map(lambda length: (prefix(length), key < length)),
-    document_cases(),
-    block_cases(),
-)
-
-MASKS: st.SearchStrategy[MaskCase] = st.recursive(
-    SIMPLE, lambda inner: st.builds(compose, inner, inner, st.booleans()), max_leaves=5
-)
 
 
 def band_counts(bands: tuple[Band, ...], i: NDArray[np.int64], j: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -114,7 +64,7 @@ def test_small_masks_look_as_drawn(mask: Mask, rows: list[str]) -> None:
 
 
 @settings(deadline=None, derandomize=True, max_examples=400)
-@given(MASKS)
+@given(masks(SIZE))
 def test_bands_hold_each_allowed_pair_once_and_no_other(case: MaskCase) -> None:
     mask, allowed = case
     counts = band_counts(mask.bands, np.arange(SIZE), np.arange(SIZE))
@@ -122,7 +72,7 @@ def test_bands_hold_each_allowed_pair_once_and_no_other(case: MaskCase) -> None:
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
-@given(MASKS, st.lists(st.integers(0, SIZE - 1), min_size=1), st.lists(st.integers(0, SIZE - 1), min_size=1))
+@given(masks(SIZE), st.lists(st.integers(0, SIZE - 1), min_size=1), st.lists(st.integers(0, SIZE - 1), min_size=1))
 def test_dense_oracle_of_the_package_follows_the_formulas(case: MaskCase, i: list[int], j: list[int]) -> None:
     mask, allowed = case
     got = allowed_pairs(mask, torch.tensor(i), torch.tensor(j))
@@ -135,7 +85,7 @@ def test_no_mask_is_full_attention_for_the_oracle() -> None:
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
-@given(MASKS)
+@given(masks(SIZE))
 def test_text_reads_back_to_an_equal_mask(case: MaskCase) -> None:
     mask, _ = case
     again = parse_mask(str(mask))

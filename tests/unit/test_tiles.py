@@ -11,7 +11,7 @@ from burst_attention.geometry import Piece, make_piece
 from burst_attention.merge import State, clear, finish, merge
 from burst_attention.reference import reference_attention
 from burst_attention.tiles import BackwardInputs, Gradients, TileKernel
-from burst_attention.tiles.cpu_flash import CpuFlashKernel, projection
+from burst_attention.tiles.cpu_flash import CpuFlashKernel, stand_in_for_out
 from burst_attention.tiles.pick import TileRequest, pick_kernel
 from burst_attention.tiles.plain import PlainKernel
 from burst_attention.tiles.split import CAUSAL, FULL, MASKED, allowed_block, rows_without_keys, split_piece
@@ -89,17 +89,18 @@ def test_kernels_agree_with_the_oracle(kernel: TileKernel, kv_heads: int, piece:
         torch.testing.assert_close(got.double(), want, atol=5e-6, rtol=1e-4)
 
 
-def test_projection_keeps_row_sums_and_survives_zero_and_tiny_rows() -> None:
-    dout = torch.randn(1, 2, 5, 8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_stand_in_for_out_keeps_row_sums_and_survives_zero_and_tiny_rows(dtype: torch.dtype) -> None:
+    dout = torch.randn(1, 2, 5, 8).to(dtype)
     dout[0, 0, 1] = 0.0
     dout[0, 1, 2] *= 1e-30
     delta = torch.randn(1, 2, 5)
     delta[0, 0, 1] = 3.0
     delta[0, 1, 2] = 1e-30
-    row_sums = (projection(dout, delta).double() * dout.double()).sum(-1)
+    row_sums = (stand_in_for_out(dout, delta).double() * dout.double()).sum(-1)
     expected = delta.double().clone()
     expected[0, 0, 1] = 0.0
-    torch.testing.assert_close(row_sums, expected, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(row_sums, expected, rtol=1e-6, atol=0.0)
 
 
 def test_merging_states_without_keys_gives_no_nan() -> None:

@@ -117,14 +117,17 @@ class Ring(ABC):
         _RINGS[name] = self
 
     @staticmethod
-    def from_group(group: Any = None, *, timeout: float = DEFAULT_TIMEOUT) -> Ring:
-        """The ring over a torch.distributed group (default: the world). Collective over the group on first use."""
+    def from_group(group: Any = None, *, timeout: float | None = None) -> Ring:
+        """The ring over a torch.distributed group (default: the world). Collective over the group on first use.
+
+        Asking again gives the same ring. `timeout` bounds every wait in seconds; None keeps what it is, 600 at first.
+        """
         from burst_attention.ring.process import ring_from_group
 
         return ring_from_group(group, timeout)
 
     @staticmethod
-    def from_mesh(mesh: Any, *, timeout: float = DEFAULT_TIMEOUT) -> Ring:
+    def from_mesh(mesh: Any, *, timeout: float | None = None) -> Ring:
         """The ring over a one-dimensional DeviceMesh, such as `mesh["cp"]`."""
         if mesh.ndim != 1:
             raise ValueError(
@@ -133,11 +136,17 @@ class Ring(ABC):
             )
         return Ring.from_group(mesh.get_group(), timeout=timeout)
 
+    @property
+    def failure(self) -> str | None:
+        """Why this ring cannot be used any more; None while it can."""
+        return self._inbox.failure
+
     def next_call(self) -> int:
         """Start a call: all ranks number their calls alike, so records of different calls cannot be confused."""
-        if self._inbox.failure is not None:
+        if self.failure is not None:
             raise RingError(
-                f"this ring failed earlier and cannot be used again; make a new one ({self._inbox.failure})"
+                f"rank {self.rank}: this ring failed earlier and cannot be used again; make a new one, over a new "
+                f"group ({self.failure})"
             )
         self._call += 1
         return self._call

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from burst_attention.ring.base import _RINGS, RECORD_BYTES, Inbox, Pending, Ring, RingError
+from burst_attention.ring.base import _RINGS, DEFAULT_TIMEOUT, RECORD_BYTES, Inbox, Pending, Ring, RingError
 
 # The control thread's receive must never time out: gloo closes every connection of a group when one wait does.
 _FOREVER = timedelta(days=365)
@@ -81,7 +81,7 @@ class ProcessRing(Ring):
             self._inbox.leave(peer, f"its control connection is closed ({error})")
 
 
-def ring_from_group(group: Any, timeout: float) -> Ring:
+def ring_from_group(group: Any, timeout: float | None) -> Ring:
     """One ring per group: asking again gives the same ring while it lives."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -89,11 +89,19 @@ def ring_from_group(group: Any, timeout: float) -> Ring:
             "or use run_ranks() for a ring of threads in one process"
         )
     group = dist.group.WORLD if group is None else group
+    if not hasattr(group, "group_name"):
+        raise ValueError("this process is not a member of the group; only members make a ring over it")
     name = f"group-{group.group_name}"
     ring = _RINGS.get(name)
     if ring is None:
-        ring = ProcessRing(name, group, timeout)
-    ring.timeout = timeout
+        return ProcessRing(name, group, DEFAULT_TIMEOUT if timeout is None else timeout)
+    if ring.failure is not None:
+        raise RuntimeError(
+            f"the ring over this group failed earlier and its messages are lost; make a new group with "
+            f"torch.distributed.new_group() and a ring over that ({ring.failure})"
+        )
+    if timeout is not None:
+        ring.timeout = timeout
     return ring
 
 

@@ -156,11 +156,11 @@ class Plan:
 
     def bytes_sent(self, rank: int, phase: str) -> int:
         """Bytes that `rank` hands to the transport in a phase, without the control channel."""
-        return self.phase(phase).bytes_sent(rank)
+        return self.phase(phase).bytes_sent(self._require_rank(rank))
 
     def flops(self, rank: int, phase: str) -> int:
         """Floating-point operations of the matrix products that `rank` computes in a phase."""
-        return self.phase(phase).flops(rank)
+        return self.phase(phase).flops(self._require_rank(rank))
 
     def direction(self, phase: str) -> str:
         """Which side moves: "kv" or "query"."""
@@ -175,7 +175,12 @@ class Plan:
         """Most bytes that a call holds at once beyond the caller's q, k, v and dout: outputs, buffers and workspace."""
         from burst_attention.schedule.memory import peak_bytes
 
-        return peak_bytes(self, rank, self.workspace or (lambda phase, step, visiting: 0))
+        return peak_bytes(self, self._require_rank(rank), self.workspace or (lambda phase, step, visiting: 0))
+
+    def _require_rank(self, rank: int) -> int:
+        if not 0 <= rank < self.layout.ring_size:
+            raise ValueError(f"rank {rank} is outside a ring of {self.layout.ring_size}")
+        return rank
 
     def __str__(self) -> str:
         from burst_attention.schedule.describe import describe

@@ -3,8 +3,8 @@
 Shapes: B batch, H query heads, G key heads, S query rows, K key rows, D head dim (values have the same).
 
 The operator wants `out` in backward but uses only its row sums with dout. Where queries visit from another rank it is
-given the projection of out on dout, dout * delta / |dout|^2: its row sum with dout is delta, and out itself need not
-travel. That serves rows whose gradient comes through out alone; a gradient on lse takes the plain kernel.
+given a stand-in with the same row sums, made from dout and delta, so that out itself need not travel. That serves rows
+whose gradient comes through out alone; a gradient on lse takes the plain kernel.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 FORWARD_ROWS, FORWARD_COLS = 2048, 8192
 BACKWARD_ROWS, BACKWARD_COLS = 2048, 2048
 
+
+STAND_IN_TERMS = 3
+"""Entries of the stand-in for out: each gives bf16's 8 bits of delta, three give fp32's 24."""
 
 MASK_BUILDING = 7
 """Bytes per element while a mask is built: a distance and three flags."""
@@ -107,7 +110,7 @@ class QueryRows(NamedTuple):
 
 def _prepare_rows(queries: slice, x: BackwardInputs) -> QueryRows:
     dout = dense_rows(x.dout[:, :, queries])
-    out = projection(dout, x.delta[:, :, queries]) if x.out is None else dense_rows(x.out[:, :, queries])
+    out = stand_in_for_out(dout, x.delta[:, :, queries]) if x.out is None else dense_rows(x.out[:, :, queries])
     # A row without keys has lse = -inf; +inf makes its weights 0 instead of NaN.
     lse = x.lse[:, :, queries]
     lse = lse.masked_fill(lse == float("-inf"), float("inf")).contiguous()
@@ -127,7 +130,7 @@ def _backward_bytes(tile: Tile, shapes: Shapes, moved: str) -> int:
     """The same for backward, where the operator also makes a copy of its queries and a second block of scores."""
     query, key, mask, cast = _tile_bytes(tile, shapes)
     kept = 3 * query if moved == "query" else 0
-    preparing = query + 3 * cast if moved == "query" else 0
+    preparing = query + 2 * max(query, cast) if moved == "query" else 0
     dense = 2 * key if moved == "kv" else 0
     results = query + 2 * key
     inside = mask * shapes.dtype.itemsize + results + query + 2 * _score_bytes(tile)
@@ -165,14 +168,18 @@ def additive_mask(tile: Tile, q: Tensor) -> Tensor | None:
     )
 
 
-def projection(dout: Tensor, delta: Tensor) -> Tensor:
+def stand_in_for_out(dout: Tensor, delta: Tensor) -> Tensor:
     """(B, H, S, D) in dout's dtype whose row sums with dout are delta; 0 where dout is 0.
 
-    Rows are scaled by their largest entry first, so that |dout|^2 cannot underflow.
+    A few entries are enough: delta / dout at the largest |dout|, and what rounding lost at the next largest ones. So
+    delta keeps fp32's precision in bf16, which the projection of out on dout, rounded everywhere, does not.
+
+    Example: dout = [4, 2, 0], delta = 6 gives [1.5, 0, 0].
     """
     precise = dout.to(delta.dtype)
-    largest = precise.abs().amax(-1, keepdim=True)
-    unit = precise / largest.masked_fill(largest == 0, 1.0)
-    squares = unit.square().sum(-1, keepdim=True)
-    ratio = delta.unsqueeze(-1) / (squares * largest)
-    return (unit * ratio.masked_fill(largest == 0, 0.0)).to(dout.dtype)
+    places = precise.abs().topk(min(STAND_IN_TERMS, dout.shape[-1]), -1).indices
+    rest, terms = delta, []
+    for value in precise.gather(-1, places).unbind(-1):
+        terms.append((rest / value).masked_fill_(value == 0, 0.0).to(dout.dtype))
+        rest = rest - terms[-1].to(delta.dtype) * value
+    return torch.zeros_like(dout).scatter_(-1, places, torch.stack(terms, -1))

@@ -53,7 +53,7 @@ CHOICES = (
     Choice(
         CpuFlashKernel(),
         _flash_refusal,
-        "fastest on CPU in fp32 and bf16; its fp16 is some 50 times slower than its fp32, so fp16 goes to plain",
+        "fastest on CPU in fp32 and bf16; its speed in fp16 hangs on the processor, so fp16 goes to plain",
     ),
     Choice(PlainKernel(), lambda request: None, "serves every dtype, head dim, mask and device"),
 )
