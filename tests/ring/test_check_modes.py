@@ -113,7 +113,7 @@ def test_a_rank_that_leaves_an_agreed_call_stops_all(changed: dict[str, Any], fo
             assert text.startswith("ValueError: mask must be")
         else:
             # In the call, or before it when another rank was quicker to find out.
-            assert text.startswith((f"RingError: rank {rank}, ", "RingError: this ring failed earlier"))
+            assert text.startswith((f"RingError: rank {rank}, ", f"RingError: rank {rank}: this ring failed earlier"))
     others = [text for rank, text in enumerate(texts) if rank != WRONG]
     assert any("rank 1 does not follow" in text or "rank 1 was called wrongly" in text for text in others)
 
@@ -166,4 +166,4 @@ def test_a_rank_that_leaves_an_agreed_call_stops_all_processes() -> None:
 
     for rank, (second, text) in enumerate(run_processes(body, SIZE, timeout=50, ring_timeout=TIMEOUT)):
         assert second == 0
-        assert text.startswith((f"RingError: rank {rank}, ", "RingError: this ring failed earlier"))
+        assert text.startswith((f"RingError: rank {rank}, ", f"RingError: rank {rank}: this ring failed earlier"))

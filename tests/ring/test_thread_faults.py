@@ -48,7 +48,8 @@ def test_every_rank_names_the_one_that_failed(
             # It had all it needed of that phase, and hears of it in its next call.
             assert phase == "forward"
             later = rf"rank {rank}, backward agreement: no record of call 2 from rank \d: {origin}"
-            earlier = rf"this ring failed earlier and cannot be used again; make a new one \({origin}\)"
+            advice = "make a new one, over a new group"
+            earlier = rf"rank {rank}: this ring failed earlier and cannot be used again; {advice} \({origin}\)"
             assert re.fullmatch(f"RingError: (?:{later}|{earlier})", text), text
     assert waited >= 1
 
@@ -111,7 +112,7 @@ def test_a_failed_ring_says_that_it_cannot_be_used_again(monkeypatch: pytest.Mon
 
     for rank, (first, again) in enumerate(run_ranks(body, 3, timeout=TIMEOUT)):
         assert first.startswith("InjectedError" if rank == 1 else "RingError")
-        assert again.startswith("RingError: this ring failed earlier and cannot be used again; make a new one (")
+        assert ": this ring failed earlier and cannot be used again; make a new one, over a new group (" in again
         assert "rank 1 failed in forward round 1: InjectedError: injected" in again
 
 
@@ -128,8 +129,9 @@ def test_backward_on_a_ring_that_failed_since_forward() -> None:
                 time.sleep(0.01)
         return attempt(ring, lambda: out.sum().backward())[0]
 
-    for text in run_ranks(body, 3, timeout=TIMEOUT):
-        assert text == ("RingError: this ring failed earlier and cannot be used again; make a new one (rank 1 gave up)")
+    for rank, text in enumerate(run_ranks(body, 3, timeout=TIMEOUT)):
+        assert text.startswith(f"RingError: rank {rank}: this ring failed earlier and cannot be used again; ")
+        assert text.endswith("make a new one, over a new group (rank 1 gave up)")
 
 
 def test_other_rings_outlive_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
