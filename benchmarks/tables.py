@@ -44,14 +44,20 @@ def local_table() -> list[str]:
 
 
 def exactness_table() -> list[str]:
-    lines = ["| T | problems | cells | worst share of what the rule allows | at |", "|---|---|---|---|---|"]
+    lines = [
+        "| T | problems | cells | worst share of what the rule allows | at | commit |",
+        "|---|---|---|---|---|---|",
+    ]
     rows = latest(rows_of("exactness"), "tokens", "mask", "heads", "dtype")
     for tokens in sorted({row["tokens"] for row in rows}):
         some = [row for row in rows if row["tokens"] == tokens]
         worst = max(some, key=lambda row: row["worst_share_of_limit"])
         cells = sum(row["cells"] for row in some)
+        commits = ", ".join(sorted({row["commit"] for row in some}))
         where = f"{worst['mask']} {worst['heads']} {worst['dtype']}, {worst['at']}"
-        lines.append(f"| {tokens} | {len(some)} of 66 | {cells:,} | {worst['worst_share_of_limit']:.2f} | {where} |")
+        lines.append(
+            f"| {tokens} | {len(some)} of 66 | {cells:,} | {worst['worst_share_of_limit']:.2f} | {where} | {commits} |"
+        )
     return lines
 
 

@@ -21,6 +21,7 @@ from burst_attention.ring import Ring
 
 Result = TypeVar("Result")
 START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
+LAST_WORDS_SECONDS = 0.2
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -94,6 +95,8 @@ def _rank_main(
         # A rank that ended while others still talk to it would look like a dead one.
         dist.barrier()
     except BaseException as error:
+        # What this rank told the others may still be on its way out of the process.
+        time.sleep(LAST_WORDS_SECONDS)
         with contextlib.suppress(OSError):
             pipe.send_bytes(pickle.dumps((False, f"{type(error).__name__}: {error}")))
     finally:

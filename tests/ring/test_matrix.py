@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from burst_attention.bench import machine
 from burst_attention.check import share_of_limit
 from tests.ring import matrix
 from tests.ring.matrix import problem_of, require_exact, run_directions
@@ -36,6 +37,7 @@ def test_every_sharding_is_exact(tokens: int, mask: str, heads: str, dtype: str)
                 if (share := share_of_limit(finding)) > worst:
                     worst, where = share, f"{finding.name} {sharding}"
     row = {"suite": "exactness", "tokens": tokens, "mask": mask, "heads": heads, "dtype": dtype, "cells": cells}
+    row |= {"commit": machine()["commit"], "date": time.strftime("%Y-%m-%d")}
     row |= {"worst_share_of_limit": round(worst, 4), "at": where, "seconds": round(time.perf_counter() - started, 1)}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     with RESULTS.open("a") as file:

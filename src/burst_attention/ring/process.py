@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from burst_attention.ring.base import _RINGS, DEFAULT_TIMEOUT, RECORD_BYTES, Inbox, Pending, Ring, RingError
 
+CAUSE_SECONDS = 0.5
+
 # The control thread's receive must never time out: gloo closes every connection of a group when one wait does.
 _FOREVER = timedelta(days=365)
 
@@ -68,9 +70,14 @@ class ProcessRing(Ring):
         self._await(unfinished, describe, pending.where)
         if pending.error is not None:
             parcel, error = pending.error
-            raise RingError(
-                f"rank {self.rank}, {pending.where}: {parcel.what}: connection to rank {parcel.peer} failed: {error}"
-            )
+            cause = self._cause_within(CAUSE_SECONDS) or f"the connection failed: {error}"
+            raise RingError(f"rank {self.rank}, {pending.where}: {parcel.what} with rank {parcel.peer}: {cause}")
+
+    def _cause_within(self, seconds: float) -> str | None:
+        """A connection that breaks is often the end of a rank that has told why: its words may be a moment behind."""
+        with self._inbox.changed:
+            self._inbox.changed.wait_for(lambda: self._inbox.failure is not None, timeout=seconds)
+            return self._inbox.failure
 
     def _send_control(self, peer: int, data: bytes) -> None:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
