@@ -39,12 +39,13 @@ class Problem:
     head_dim: int
     dtype: torch.dtype
     seed: int = 0
+    batch: int = 1
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and dout, (1, heads, tokens, head_dim) each."""
+        """q, k, v and dout, (batch, heads, tokens, head_dim) each."""
         generator = torch.Generator().manual_seed(self.seed)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        shapes = [(1, count, self.tokens, self.head_dim) for count in heads]
+        shapes = [(self.batch, count, self.tokens, self.head_dim) for count in heads]
         q, k, v, dout = (torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes)
         return q, k, v, dout
 
@@ -83,8 +84,11 @@ class Finding:
         return self.rms <= self.rms_limit and self.largest <= self.largest_limit
 
 
-def run_rank(ring: Ring, problem: Problem, sharding: Sharding) -> tuple[Tensor, ...]:
-    """One rank's part of a problem: its shards of out, lse, dq, dk, dv."""
+def run_rank(ring: Ring, problem: Problem, sharding: Sharding, lse: Tensor | None = None) -> tuple[Tensor, ...]:
+    """One rank's part of a problem: its shards of out, lse, dq, dk, dv.
+
+    lse takes a forward of its own, unless it is given: no choice of backward changes it.
+    """
     layout = sharding.layout_for(problem)
     q, k, v, dout = (layout.shard(x, ring.rank, 2) for x in problem.inputs())
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
@@ -95,8 +99,9 @@ def run_rank(ring: Ring, problem: Problem, sharding: Sharding) -> tuple[Tensor, 
         "direction": sharding.direction,
         "forward_direction": sharding.forward_direction,
     }
-    with torch.no_grad():
-        _, lse = burst_attention(q, k, v, return_lse=True, **options)
+    if lse is None:
+        with torch.no_grad():
+            _, lse = burst_attention(q, k, v, return_lse=True, **options)
     out = burst_attention(q, k, v, **options)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
     return out.detach(), lse, dq, dk, dv

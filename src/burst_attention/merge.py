@@ -59,5 +59,7 @@ def finish(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     empty = state.total == 0
     total = state.total.masked_fill(empty, 1.0)
     out = state.acc.div_(total.unsqueeze(-1)).to(dtype)
-    lse = (state.peak + torch.log(total)).masked_fill_(empty, float("-inf"))
+    # Where peak and log(total) nearly cancel, their rounding would be many ulp of lse: fp64, which all but MPS have.
+    wide = total.dtype if total.device.type == "mps" else torch.float64
+    lse = (torch.log(total.to(wide)) + state.peak).to(total.dtype).masked_fill_(empty, float("-inf"))
     return out, lse

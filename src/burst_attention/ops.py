@@ -4,7 +4,7 @@ Shapes: B batch, H query heads, G key heads, S local query tokens, K local key t
 
 An operator, unlike an autograd.Function, can be kept by torch's selective checkpointing instead of being recomputed:
 name `torch.ops.burst_attention.forward.default` in the policy. The operators are defined through torch.library's plain
-calls: its `custom_op` decorator does the same but imports the compiler at the first call, two seconds in every process.
+calls: its `custom_op` decorator does the same but imports the compiler at the first call, in every process.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ import itertools
 import random
 
 import torch
+from torch import Tensor
 
-from burst_attention import blocks, run_ranks
+from burst_attention import Ring, blocks, run_ranks
 from burst_attention.exactness import Finding, Problem, Sharding, gather, judge, run_rank
 
 HEAD_DIM = 16
@@ -17,6 +18,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RING_SIZES = (1, 2, 3, 4, 8)
 DIRECTIONS = ("kv", "query")
 LENGTHS = (1, 37, 111, 257, 1000, 4096)
+FEW_TOKENS, FEW_TOKENS_BATCH = 16, 32
 
 
 def document_lengths(tokens: int) -> list[int]:
@@ -84,8 +86,9 @@ def _pairs(cell: tuple[object, ...]) -> set[tuple[object, ...]]:
 
 
 def problem_of(mask: str, heads: str, dtype: str, tokens: int, seed: int = 0) -> Problem:
-    """The whole problem of a cell."""
-    return Problem(tokens, masks(tokens)[mask], *HEADS[heads], HEAD_DIM, DTYPES[dtype], seed)
+    """The whole problem of a cell. A few tokens come in a batch: the rule compares errors of many numbers."""
+    batch = FEW_TOKENS_BATCH if 1 < tokens < FEW_TOKENS else 1
+    return Problem(tokens, masks(tokens)[mask], *HEADS[heads], HEAD_DIM, DTYPES[dtype], seed, batch)
 
 
 def run_cell(problem: Problem, sharding: Sharding) -> list[Finding]:
@@ -97,7 +100,16 @@ def run_cell(problem: Problem, sharding: Sharding) -> list[Finding]:
 def run_directions(problem: Problem, ring_size: int, layout: str) -> dict[Sharding, list[Finding]]:
     """Both directions in both phases on one ring of threads."""
     shardings = [Sharding(ring_size, layout, *pair) for pair in itertools.product(DIRECTIONS, repeat=2)]
-    shards = run_ranks(lambda ring: [run_rank(ring, problem, s) for s in shardings], ring_size, timeout=600)
+
+    def body(ring: Ring) -> list[tuple[Tensor, ...]]:
+        found: list[tuple[Tensor, ...]] = []
+        lse: dict[str, Tensor] = {}
+        for sharding in shardings:
+            found.append(run_rank(ring, problem, sharding, lse.get(sharding.forward_direction)))
+            lse[sharding.forward_direction] = found[-1][1]
+        return found
+
+    shards = run_ranks(body, ring_size, timeout=600)
     return {
         sharding: judge(problem, gather(problem, sharding, [shard[index] for shard in shards]))
         for index, sharding in enumerate(shardings)

@@ -39,8 +39,8 @@ class PlainKernel(TileKernel):
         key = cols * shapes.batch * shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
         if phase.phase == "backward":
             return (2 * scores + query + key) * size
-        # fp32 scores are summed in fp64 and then rounded: both exist for a moment.
-        return ((3 if shapes.dtype == torch.float32 else 1) * scores + query + key) * size
+        # fp64 scores and the weights rounded from them exist together for a moment.
+        return ((1 if size == 8 else 3) * scores + query + key) * size
 
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         block = block_size(q.shape[0] * q.shape[1])
@@ -51,15 +51,16 @@ class PlainKernel(TileKernel):
     def _forward_tile(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         compute = state.acc.dtype
         kv_heads = k.shape[1]
-        # Sums of fp32 products cost lse up to 4 ulp where they nearly cancel; fp64 sums keep it within 2.
-        precise = torch.float64 if q.dtype == torch.float32 and q.device.type == "cpu" else compute
+        # Scores rounded to fp32 cost lse up to 4 ulp where products nearly cancel or a score is far from lse. So they
+        # stay in fp64 until the peak, a number of fp32, is taken from them.
+        precise = torch.float64 if q.device.type == "cpu" else compute
         q_BGSD = fold_heads(q[:, :, tile.queries].to(precise), kv_heads)
-        scores_BGSK = scaled_scores(tile, q_BGSD, k[:, :, tile.keys].to(precise), scale).to(compute)
+        scores_BGSK = scaled_scores(tile, q_BGSD, k[:, :, tile.keys].to(precise), scale)
         acc_BGSE, peak_BGS, total_BGS = (fold_heads(part, kv_heads) for part in state)
-        peak = torch.maximum(peak_BGS, scores_BGSK.amax(-1))
+        peak = torch.maximum(peak_BGS, scores_BGSK.amax(-1).to(compute))
         # Rows without keys so far: any finite shift keeps exp(-inf) at 0.
         shift = peak.masked_fill(peak == float("-inf"), 0.0)
-        weights_BGSK = scores_BGSK.sub_(shift.unsqueeze(-1)).exp_()
+        weights_BGSK = scores_BGSK.sub_(shift.unsqueeze(-1)).to(compute).exp_()
         carried = torch.exp(peak_BGS - shift)
         total = total_BGS * carried + weights_BGSK.sum(-1)
         acc = acc_BGSE * carried.unsqueeze(-1) + weights_BGSK @ v[:, :, tile.keys].to(compute)
