@@ -42,7 +42,8 @@ class LocalCall:
     def record(self) -> dict[str, Any]:
         """The fixed fields that cross the control channel."""
         shapes, options = self.shapes, self.options
-        rest = f"kernel={options.kernel} wire_dtype={options.wire_dtype} return_lse={options.returns_lse}"
+        names = {"kernel": "kernel", "wire_dtype": "wire_dtype", "return_lse": "returns_lse", "coalesce": "coalesce"}
+        rest = " ".join(f"{name}={getattr(options, field)}" for name, field in names.items())
         return {
             "phase": self.phase,
             "batch": shapes.batch,

@@ -62,6 +62,7 @@ def burst_attention(
     kernel: str = "auto",
     return_lse: bool = False,
     check: str = "always",
+    coalesce: int | str = "auto",
     **refused: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention over a sequence that is spread over the ranks of a ring.
@@ -82,11 +83,14 @@ def burst_attention(
         forward_direction: the same for forward.
         wire_dtype: dtype of gradients and partial outputs on the wire; None is what they accumulate in, fp32 (fp64 for
             fp64 inputs). Row statistics always travel in that; q, k, v and dout in their own dtype.
-        kernel: "auto", "flash" (CPU) or "plain".
+        kernel: "auto" takes the fastest for each piece. "plain" runs anywhere; "flash" is torch's own flash operator;
+            on a GPU also "triton", our own, and "cudnn". "flash" on a GPU and "cudnn" serve full and causal pieces.
         return_lse: also return lse (B, H, S), natural log, fp32 (fp64 for fp64 inputs), differentiable.
         check: "always" compares all ranks' calls before the first hop, "first" only for a call not seen before,
             "off" never (then `layout` must be a `Layout`). Where it does not compare, ranks that disagree still raise,
             but as RingError, and the ring is lost.
+        coalesce: how many visiting blocks are computed as one; each more is one more shard in flight and in memory, and
+            larger pieces for the kernel. "auto" is 2 on a GPU, 1 elsewhere.
 
     Returns:
         out (B, H, S, E) in q's dtype, or (out, lse). A row with no allowed key gives 0 and -inf.
@@ -116,7 +120,9 @@ def burst_attention(
             kernel=kernel,
             check=check,
             needs=needs,
-            returns_lse=bool(return_lse),
+            returns_lse=return_lse,
+            coalesce=coalesce,
+            device_type=q.device.type,
         )
         _require_shards(q, k, v, options, mask, ring)
     except Exception as error:
@@ -145,12 +151,14 @@ def plan(
     requires_grad: str = "qkv",
     kernel: str = "auto",
     return_lse: bool = False,
+    coalesce: int | str = "auto",
+    device: str = "cpu",
 ) -> Plan:
     """The plan that a call with these shapes would run, on every rank; needs no process group.
 
     Print it, or ask `.bytes_sent(rank, phase)`, `.flops(rank, phase)`, `.peak_bytes(rank)`, `.imbalance` and
-    `.direction(phase)`. `requires_grad` are the letters of "qkv" that want gradients; `kernel` and `return_lse`, as the
-    call takes them, decide the CPU kernel whose workspace counts as memory.
+    `.direction(phase)`. `requires_grad` are the letters of "qkv" that want gradients; `device`, "cpu" or "cuda", is the
+    tensors'; with `kernel` and `return_lse`, as the call takes them, it decides whose workspace counts as memory.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     shapes = Shapes(batch, heads, kv_heads, head_dim, head_dim if value_dim is None else value_dim, dtype)
@@ -166,20 +174,21 @@ def plan(
     options = make_options(
         mask=mask, layout=layout, key_layout=key_layout, scale=None, head_dim=head_dim, direction=direction,
         forward_direction=forward_direction, wire_dtype=wire_dtype, kernel="auto", check="always", needs=needs,
-        returns_lse=False,
+        returns_lse=return_lse, coalesce=coalesce, device_type=device,
     )  # fmt: skip
     query_layout = resolve_layout(options.layout, tokens, ring_size)
     if options.key_layout is None and key_tokens not in (None, tokens) and isinstance(layout, Layout):
         raise ValueError(f"key_tokens {key_tokens} differs from tokens {tokens}: give key_layout too")
     key_text = options.key_layout or options.layout
-    keys_layout = resolve_layout(key_text, tokens if key_tokens is None else key_tokens, ring_size)
+    keys_layout = resolve_layout(key_text, tokens if key_tokens is None else key_tokens, ring_size, "key_layout")
     for name, given, found in (("tokens", tokens, query_layout), ("key_tokens", key_tokens, keys_layout)):
         if given is not None and given != found.tokens:
             raise ValueError(f"{name} {given} differs from the layout's {found.tokens} ({found})")
     built = build_plan(
-        mask or full(), query_layout, keys_layout, shapes, forward_direction, direction, wire_dtype, needs
-    )
-    tiles = pick_kernel(kernel, TileRequest("cpu", dtype, shapes.head_dim, shapes.value_dim, return_lse))
+        mask or full(), query_layout, keys_layout, shapes, forward_direction, direction, wire_dtype, needs,
+        options.coalesce,
+    )  # fmt: skip
+    tiles = pick_kernel(kernel, TileRequest(device, dtype, shapes.head_dim, shapes.value_dim, return_lse))
     return replace(built, workspace=tiles.workspace_bytes)
 
 
@@ -242,7 +251,7 @@ def _require_shards(q: Tensor, k: Tensor, v: Tensor, options: Options, mask: Mas
     for argument, text in texts.items():
         if text is None or "(" not in text:
             continue
-        layout = resolve_layout(text, 0, ring.size)
+        layout = resolve_layout(text, 0, ring.size, argument)
         if mask is not None:
             mask.require_cover(layout.end if argument == "layout" else 0, layout.end if argument == "key_layout" else 0)
 

@@ -2,8 +2,9 @@
 
 Shapes: B batch, H query heads, G key heads, S local query rows, K local key rows, D head dim, E value head dim.
 
-Home's tensors stay where they are. A visiting block is a buffer of rows (schedule/bundles.py); views of its fields
-stand in for home's tensors of the same names, so every direction is the same loop and the same kernel call.
+Home's tensors stay where they are. The blocks that visit in a round lie packed in one buffer (schedule/bundles.py);
+views of its fields stand in for home's tensors of the same names, so every direction is the same loop and the same
+kernel call, and several blocks are computed as one.
 """
 
 from __future__ import annotations
@@ -11,42 +12,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 
-from burst_attention.geometry import Piece, Rows, count_rows, row_offset, unite_rows
-from burst_attention.merge import State, clear, merge
+from burst_attention.geometry import Piece, Rows, count_rows, row_offset
+from burst_attention.merge import State, clear, merge, normalise
 from burst_attention.ring import Parcel, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer, make_bundle
 from burst_attention.schedule.plan import OPERAND, RESULT
-from burst_attention.tiles import BackwardInputs, Gradients, TileKernel
+from burst_attention.tiles import GRADIENTS, BackwardInputs, Gradients, TileKernel
 
 CHANNELS = {OPERAND: 0, RESULT: 1}
-STATE_FIELDS = ("acc", "peak", "total")
 
 Compute = Callable[[tuple[Piece, ...], Mapping[str, Tensor]], None]
 
 
 class RowBuffer:
-    """Room for some rows of a bundle; `load` says which rows of which block it holds now."""
+    """Room for rows of a bundle, packed from the start."""
 
-    def __init__(self, bundle: Bundle, rows: int, device: torch.device) -> None:
-        self.bundle = bundle
-        self.memory = torch.empty(rows * bundle.row_bytes, dtype=torch.uint8, device=device)
-        self.rows: Rows = ()
+    def __init__(self, bundle: Bundle, memory: Tensor) -> None:
+        self.bundle, self.memory = bundle, memory
 
-    def load(self, rows: Rows) -> RowBuffer:
-        self.rows = rows
-        return self
+    def part(self, first: int, count: int) -> Tensor:
+        """The bytes of some rows."""
+        width = self.bundle.row_bytes
+        return self.memory[first * width : (first + count) * width]
 
-    @property
-    def used(self) -> Tensor:
-        """The bytes of the rows it holds."""
-        return self.memory[: count_rows(self.rows) * self.bundle.row_bytes]
-
-    def fields(self) -> dict[str, Tensor]:
-        """Views (batch, heads, rows, dim) or (batch, heads, rows) of every field."""
-        count, views = count_rows(self.rows), {}
+    def fields(self, first: int, count: int) -> dict[str, Tensor]:
+        """Views (batch, heads, rows, dim) or (batch, heads, rows) of every field of some rows."""
+        views = {}
         for field in self.bundle.fields:
             size = field.dtype.itemsize
             typed = self.memory.view(field.dtype)
@@ -54,44 +47,45 @@ class RowBuffer:
             stride.append(self.bundle.row_bytes // size)
             if field.dim:
                 shape, stride = [*shape, field.dim], [*stride, 1]
-            views[field.name] = typed.as_strided(shape, stride, field.offset // size)
+            views[field.name] = typed.as_strided(shape, stride, field.offset // size + first * stride[2])
         return views
-
-    def part(self, rows: Rows) -> Tensor:
-        """The bytes of some of its rows: a slice where they lie together, a packed copy where they do not."""
-        width = self.bundle.row_bytes
-        starts = [row_offset(self.rows, first) for first, _ in rows]
-        slices = [
-            self.memory[start * width : (start + last - first) * width]
-            for start, (first, last) in zip(starts, rows, strict=True)
-        ]
-        together = starts and starts[-1] + rows[-1][1] - rows[-1][0] - starts[0] == count_rows(rows)
-        return self.memory[starts[0] * width :][: count_rows(rows) * width] if together else torch.cat(slices)
 
 
 class PhaseRun:
     """One rank's run of one phase plan."""
 
-    def __init__(self, plan: PhasePlan, ring: Ring, home: dict[str, Tensor], compute: Compute) -> None:
+    def __init__(
+        self,
+        plan: PhasePlan,
+        ring: Ring,
+        home: dict[str, Tensor],
+        compute: Compute,
+        settle: Callable[[], None] | None = None,
+    ) -> None:
         self.plan, self.ring, self.home, self.compute = plan, ring, home, compute
+        # Called before results of others are added to home's, which home itself may not have written to yet.
+        self.settle = settle
+        self.rounds = plan.rounds[ring.rank]
         # Backward's out belongs to home's queries and does not travel with visiting ones: delta stands for it.
         self.staying = {name: x for name, x in home.items() if name != "out" or plan.direction == "kv"}
-        device, rank = home["q"].device, ring.rank
-        self.slots = [RowBuffer(plan.operands, rows, device) for rows in plan.slot_rows(rank)]
-        computed, received, returned = plan.result_slot_rows(rank)
+        self.slots = [self._buffer(OPERAND, plan.operands, rows) for rows in plan.slot_rows(ring.rank)]
+        computed, received = plan.result_slot_rows(ring.rank)
         precise = make_bundle(plan.results.names, plan.shapes)
         self.sent_as_computed = precise == plan.results
-        self.computing = RowBuffer(precise, computed, device)
+        self.computing = self._buffer(RESULT, precise, computed)
         # Where results travel as they are computed, these two change places every round.
-        self.sending = RowBuffer(plan.results, computed, device)
-        self.receiving = RowBuffer(plan.results, received, device)
-        self.returning = RowBuffer(plan.results, returned, device) if returned else self.receiving
+        self.sending = self._buffer(RESULT, plan.results, computed)
+        self.receiving = self._buffer(RESULT, plan.results, received)
+
+    def _buffer(self, channel: str, bundle: Bundle, rows: int) -> RowBuffer:
+        what = f"{self.plan.phase} {channel}"
+        return RowBuffer(bundle, self.ring.buffer(rows * bundle.row_bytes, self.home["q"].device, what))
 
     def run(self) -> None:
         """Run every round; on any error the other ranks are told where and why."""
         index = 0
         try:
-            for step in self.plan.rounds[self.ring.rank]:
+            for step in self.rounds:
                 index = step.index
                 self._round(step)
         except BaseException as error:
@@ -101,6 +95,7 @@ class PhaseRun:
 
     def _round(self, step: Round) -> None:
         where = f"{self.plan.phase} round {step.index}"
+        self._pack_home(step)
         sends = [self._parcel(t.target, t, self._outgoing(t, step)) for t in step.sends]
         receives = [self._parcel(t.source, t, self._incoming(t, step)) for t in step.receives]
         pending = self.ring.post(sends, receives, where)
@@ -110,74 +105,87 @@ class PhaseRun:
         self.ring.wait(pending)
         if self.ring.trace is not None:
             times = computed - started, time.perf_counter() - computed
-            self.ring.trace.append(TraceEvent(self.plan.phase, step.index, step.block, started, *times))
+            blocks = tuple(visit.block for visit in step.visits)
+            self.ring.trace.append(TraceEvent(self.plan.phase, step.index, blocks, started, *times))
         for transfer in step.receives:
             if transfer.channel == RESULT:
-                self._combine(transfer)
-        if step.result_rows:
-            self._turn_over()
+                self._combine(transfer, step)
+        if self.plan.results.fields and step.row_count:
+            self._turn_over(step)
 
     def _parcel(self, peer: int, transfer: Transfer, tensor: Tensor) -> Parcel:
         return Parcel(peer, CHANNELS[transfer.channel], tensor, f"{transfer.channel} block {transfer.block}")
 
+    def _pack_home(self, step: Round) -> None:
+        """Pack the rows of its own block that this rank sends now, once whoever gets them."""
+        rows = self.plan.packed_at_home(self.ring.rank, step)
+        for name, view in self._packing(step).fields(0, count_rows(rows)).items() if rows else ():
+            copy_rows(view, self.home[name], rows)
+
+    def _packing(self, step: Round) -> RowBuffer:
+        return self.slots[0 if step.index == 0 else 2]
+
     def _outgoing(self, transfer: Transfer, step: Round) -> Tensor:
+        first = transfer.rows[0][0]
         if transfer.channel == RESULT:
-            return self.sending.part(transfer.rows)
+            start = self.rounds[step.index - 1].offset(transfer.block, first)
+            return self.sending.part(start, transfer.row_count)
         if transfer.block != self.ring.rank:
-            return self.slots[step.index % 2].part(transfer.rows)
-        slot = self.slots[0 if step.index == 0 else 2].load(transfer.rows)
-        for name, view in slot.fields().items():
-            copy_rows(view, self.home[name], transfer.rows)
-        return slot.used
+            return self.slots[step.index % 2].part(step.offset(transfer.block, first), transfer.row_count)
+        start = row_offset(self.plan.packed_at_home(self.ring.rank, step), first)
+        return self._packing(step).part(start, transfer.row_count)
 
     def _incoming(self, transfer: Transfer, step: Round) -> Tensor:
         if transfer.channel == RESULT:
-            return self._arrival(transfer).load(transfer.rows).used
-        return self.slots[(step.index + 1) % 2].load(transfer.rows).used
+            return self.receiving.part(self._arrival(transfer, step), transfer.row_count)
+        start = self.rounds[step.index + 1].offset(transfer.block, transfer.rows[0][0])
+        return self.slots[(step.index + 1) % 2].part(start, transfer.row_count)
 
-    def _arrival(self, transfer: Transfer) -> RowBuffer:
-        return self.returning if transfer.block == self.ring.rank else self.receiving
+    def _arrival(self, transfer: Transfer, step: Round) -> int:
+        """The first row of a result in the buffer that all results of a round are received into."""
+        start = 0
+        for other in step.receives:
+            if other == transfer:
+                break
+            start += other.row_count * (other.channel == RESULT)
+        return start
 
     def _compute_round(self, step: Round) -> None:
         if not step.pieces:
             return
-        if step.block == self.ring.rank:
+        if not step.row_count:
             self.compute(step.pieces, self.home)
             return
-        slot = self.slots[step.index % 2]
-        operands = slot.fields()
-        results = {}
-        if step.result_rows:
-            results = self.computing.load(step.result_rows).fields()
-            clear_results(results)
-        # Operands and results may each hold more rows than this round needs, for later and from earlier visitors.
-        for (first, last), pieces in group_pieces(step.pieces, self.plan.direction):
-            visiting: dict[str, Tensor] = {}
-            for views, rows in ((operands, slot.rows), (results, step.result_rows)):
-                start = row_offset(rows, first) if views else 0
-                visiting |= {name: view[:, :, start : start + last - first] for name, view in views.items()}
-            self.compute(pieces, {**self.staying, **visiting})
+        visiting = self.slots[step.index % 2].fields(0, step.row_count)
+        if self.plan.results.fields:
+            visiting |= self.computing.fields(0, step.row_count)
+        self.compute(step.pieces, {**self.staying, **visiting})
 
-    def _combine(self, transfer: Transfer) -> None:
+    def _combine(self, transfer: Transfer, step: Round) -> None:
         """Add results that have arrived: to home's own, or to those just computed for the same block."""
-        arrived = self._arrival(transfer).fields()
+        arrived = self.receiving.fields(self._arrival(transfer, step), transfer.row_count)
         at_home = transfer.block == self.ring.rank
-        target = self.home if at_home else self.computing.fields()
+        if at_home and self.settle is not None:
+            self.settle()
+        target = self.home if at_home else self.computing.fields(0, step.row_count)
         offset = 0
         for first, last in transfer.rows:
-            start = first if at_home else row_offset(self.computing.rows, first)
+            start = first if at_home else step.offset(transfer.block, first)
             mine = {name: target[name][:, :, start : start + last - first] for name in arrived}
             theirs = {name: view[:, :, offset : offset + last - first] for name, view in arrived.items()}
             add_results(mine, theirs)
             offset += last - first
 
-    def _turn_over(self) -> None:
+    def _turn_over(self, step: Round) -> None:
         """What was computed, with what arrived for it, is sent in the next round."""
         if self.sent_as_computed:
             self.computing, self.sending = self.sending, self.computing
             return
-        views = self.computing.fields()
-        for name, view in self.sending.load(self.computing.rows).fields().items():
+        views = self.computing.fields(0, step.row_count)
+        if "acc" in views:
+            # acc is a sum of as many values as there are keys: a narrower dtype might not hold it.
+            normalise(state_of(views))
+        for name, view in self.sending.fields(0, step.row_count).items():
             view.copy_(views[name])
 
 
@@ -189,50 +197,41 @@ def copy_rows(target: Tensor, source: Tensor, rows: Rows) -> None:
         offset += last - first
 
 
-def group_pieces(pieces: tuple[Piece, ...], direction: str) -> list[tuple[tuple[int, int], tuple[Piece, ...]]]:
-    """The stretches of moving rows that pieces need, each with its pieces counted from the stretch's first row."""
-    first, count = ("k_first", "k_count") if direction == "kv" else ("q_first", "q_count")
-    rows = [(getattr(piece, first), getattr(piece, first) + getattr(piece, count)) for piece in pieces]
-    groups = []
-    for low, high in unite_rows(rows):
-        inside = [piece for piece, (start, _) in zip(pieces, rows, strict=True) if low <= start < high]
-        moved = tuple(piece._replace(**{first: getattr(piece, first) - low}) for piece in inside)
-        groups.append(((low, high), moved))
-    return groups
-
-
-def clear_results(results: Mapping[str, Tensor]) -> None:
-    """Start results from nothing: a state of no keys, or gradients of 0."""
-    if "acc" in results:
-        clear(State(*(results[name] for name in STATE_FIELDS)))
-        return
-    for view in results.values():
-        view.zero_()
+def state_of(fields: Mapping[str, Tensor]) -> State:
+    return State(fields["acc"], fields["peak"], fields["total"])
 
 
 def add_results(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
     """Merge states, or add gradients, in place."""
     if "acc" in mine:
-        merge(State(*(mine[name] for name in STATE_FIELDS)), State(*(theirs[name] for name in STATE_FIELDS)))
+        merge(state_of(mine), state_of(theirs))
         return
     for name, view in mine.items():
         view.add_(theirs[name])
 
 
-def forward_compute(kernel: TileKernel, scale: float) -> Compute:
-    """How a round's pieces are computed in forward."""
+def forward_compute(kernel: TileKernel, scale: float, home: State) -> Compute:
+    """How a round's pieces are computed in forward, for home's queries or for visiting ones."""
 
     def compute(pieces: tuple[Piece, ...], x: Mapping[str, Tensor]) -> None:
-        kernel.forward(pieces, x["q"], x["k"], x["v"], State(*(x[name] for name in STATE_FIELDS)), scale)
+        state = home
+        if x["acc"] is not home.acc:
+            state = state_of(x)
+            clear(state)
+        kernel.forward(pieces, x["q"], x["k"], x["v"], state, scale)
 
     return compute
 
 
-def backward_compute(kernel: TileKernel, scale: float) -> Compute:
-    """How a round's pieces are computed in backward."""
+def backward_compute(kernel: TileKernel, scale: float, home: Gradients) -> Compute:
+    """How a round's pieces are computed in backward: home's gradients grow, visiting ones are begun anew."""
 
     def compute(pieces: tuple[Piece, ...], x: Mapping[str, Tensor]) -> None:
         inputs = BackwardInputs(x["dout"], x["q"], x["k"], x["v"], x["lse"], x["delta"], x.get("out"))
-        kernel.backward(pieces, inputs, Gradients(x.get("dq"), x.get("dk"), x.get("dv")), scale)
+        wanted = {name: x.get(name) for name in GRADIENTS}
+        visiting = {name for name, tensor in wanted.items() if tensor is not getattr(home, name)}
+        gradients = Gradients(**wanted, untouched=visiting | home.untouched)
+        kernel.backward(pieces, inputs, gradients, scale)
+        home.untouched &= gradients.untouched | visiting
 
     return compute

@@ -170,6 +170,13 @@ def cut(band: Band, q_run: Run, q_first: int, k_run: Run, k_first: int) -> Piece
     )  # fmt: skip
 
 
+def moved_rows(piece: Piece, direction: str) -> tuple[int, int]:
+    """The rows [first, last) of the moving side, "kv" or "query", that a piece touches."""
+    if direction == "kv":
+        return piece.k_first, piece.k_first + piece.k_count
+    return piece.q_first, piece.q_first + piece.q_count
+
+
 def _index_range(run: Run, first: int, last: int) -> tuple[int, int]:
     """Indices into the run whose positions lie in [first, last)."""
     low = max(0, -(-(first - run.start) // run.stride))
@@ -228,6 +235,31 @@ def unite_rows(ranges: Iterable[tuple[int, int]]) -> Rows:
         else:
             united.append((first, last))
     return tuple(united)
+
+
+def intersect_rows(a: Rows, b: Rows) -> Rows:
+    """Rows in both."""
+    return unite_rows((max(p[0], q[0]), min(p[1], q[1])) for p in a for q in b)
+
+
+def subtract_rows(a: Rows, b: Rows) -> Rows:
+    """Rows of a that are not in b."""
+    rest = list(a)
+    for first, last in b:
+        rest = [part for low, high in rest for part in ((low, min(high, first)), (max(low, last), high))]
+    return unite_rows(rest)
+
+
+def stretches(rows: Rows, *memories: Rows) -> list[Rows]:
+    """Rows in groups whose ranges lie next to each other in each of some buffers that hold their rows packed."""
+    groups: list[Rows] = []
+    for first, last in rows:
+        before = groups[-1][-1] if groups else None
+        if before and all(row_offset(m, first) == row_offset(m, before[1] - 1) + 1 for m in memories):
+            groups[-1] = (*groups[-1], (first, last))
+        else:
+            groups.append(((first, last),))
+    return groups
 
 
 def count_rows(rows: Rows) -> int:

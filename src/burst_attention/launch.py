@@ -9,9 +9,11 @@ import os
 import pickle
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +23,7 @@ from burst_attention.ring import Ring
 
 Result = TypeVar("Result")
 START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
+ENDING_SECONDS = 1.0
 LAST_WORDS_SECONDS = 0.2
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -48,6 +51,7 @@ def run_processes(
     """
     context: Any = multiprocessing.get_context(START_METHOD)
     _load_what_ranks_need()
+    _let_threads_end()
     with tempfile.TemporaryDirectory(prefix="burst-ring-") as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(ring_size)]
         processes = [
@@ -78,6 +82,29 @@ def _load_what_ranks_need() -> None:
     """
     if START_METHOD == "fork":
         importlib.import_module("torch.fx.experimental.symbolic_shapes")
+
+
+def _let_threads_end() -> None:
+    """Wait, a second at most, for threads that Python has joined and that are still ending.
+
+    MKL gives back a thread's buffers at its very end, under a lock. A fork in that moment copies the lock as taken, and
+    the child spins on it forever in its first matrix product.
+    """
+    tasks, deadline = Path("/proc/self/task"), time.monotonic() + ENDING_SECONDS
+    if START_METHOD != "fork" or not tasks.exists():
+        return
+    known = {str(thread.native_id) for thread in threading.enumerate()}
+    while any(_is_running(task) for task in tasks.iterdir() if task.name not in known):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.001)
+
+
+def _is_running(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+    except OSError:
+        return False
 
 
 def _rank_main(

@@ -79,7 +79,7 @@ class Mask:
                 if query_end > rows or key_end > cols:
                     raise ValueError(
                         f"blocks(...) of {len(matrix)} x {len(matrix[0])} blocks of {block} covers {rows} queries and "
-                        f"{cols} keys, but positions go up to {query_end} and {key_end}; give a larger matrix"
+                        f"{cols} keys, but positions go up to {max(query_end, key_end)}; give a larger matrix"
                     )
 
     def _parts(self) -> Iterator[Mask]:

@@ -13,10 +13,31 @@ A row that has seen no key has peak = -inf, total = 0 and acc = 0.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+MAX_PARTIALS = 4
+"""Partials that wait to be merged at once, whatever the number of ranks."""
+
+
+class Partial(NamedTuple):
+    """A kernel's normalised (out, lse) for the rows from `first` on."""
+
+    first: int
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass
+class Deferred:
+    """What a state still has to take in, for kernels that merge several partials in one pass."""
+
+    untouched: bool = True
+    """Whether acc, peak and total are memory that nothing has been written to yet."""
+    partials: list[Partial] = field(default_factory=list)
 
 
 class State(NamedTuple):
@@ -25,6 +46,8 @@ class State(NamedTuple):
     acc: Tensor
     peak: Tensor
     total: Tensor
+    deferred: Deferred | None = None
+    """None: the tensors say all. Only kernels that defer are given a state that defers."""
 
     def rows(self, first: int, last: int) -> State:
         """Views of some query rows."""
@@ -52,6 +75,15 @@ def merge(state: State, other: State) -> None:
 def merge_partial(state: State, out: Tensor, lse: Tensor) -> None:
     """Add a kernel's normalised (out, lse): it is the state with peak = lse and total = 1 (0 where lse = -inf)."""
     merge(state, State(out, lse, (lse != float("-inf")).to(state.total.dtype)))
+
+
+def normalise(state: State) -> None:
+    """The same state with total = 1: acc becomes out and peak lse, in place. Rows without keys stay as they are."""
+    some = state.total > 0
+    total = torch.where(some, state.total, 1.0)
+    state.acc.div_(total.unsqueeze(-1))
+    state.peak.add_(torch.log(total))
+    state.total.copy_(some)
 
 
 def finish(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

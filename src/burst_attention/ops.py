@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from burst_attention.agreement import LocalCall, agree, shapes_of
-from burst_attention.engine import Compute, PhaseRun, backward_compute, forward_compute
-from burst_attention.merge import State, clear, finish
+from burst_attention.engine import PhaseRun, backward_compute, forward_compute
+from burst_attention.merge import Deferred, State, clear
 from burst_attention.options import WIRE_DTYPES, Options, parse_options
 from burst_attention.ring import Ring, ring_named
 from burst_attention.schedule import PhasePlan, Plan, build_plan
-from burst_attention.tiles import TileKernel, TileRequest, pick_kernel
+from burst_attention.tiles import Gradients, TileKernel, TileRequest, pick_kernel
 
 FORWARD, BACKWARD = "burst_attention::forward", "burst_attention::backward"
 torch.library.define(FORWARD, "(Tensor q, Tensor k, Tensor v, str options, str ring) -> (Tensor, Tensor)")
@@ -77,11 +77,13 @@ def _forward(
         q.new_empty((*rows, shapes.value_dim), dtype=accumulate),
         q.new_empty(rows, dtype=accumulate),
         q.new_empty(rows, dtype=accumulate),
+        Deferred() if kernel.defers and plan.forward.direction == "kv" else None,
     )
-    clear(state)
-    home = {"q": q, "k": k, "v": v, **state._asdict()}
-    PhaseRun(plan.forward, ring, home, forward_compute(kernel, options.scale)).run()
-    return finish(state, q.dtype)
+    if state.deferred is None:
+        clear(state)
+    home = {"q": q, "k": k, "v": v, "acc": state.acc, "peak": state.peak, "total": state.total}
+    PhaseRun(plan.forward, ring, home, forward_compute(kernel, options.scale, state)).run()
+    return kernel.finish(state, q.dtype)
 
 
 def run_backward(
@@ -92,23 +94,32 @@ def run_backward(
     options, plan, kernel = prepare("backward", q, k, v, text, ring, needs)
     assert plan.backward is not None
     with told_to_all(ring, "backward"):
-        compute = backward_compute(kernel, options.scale)
-        return _gradients(dout, dlse, saved, plan.backward, compute, ring)
+        return _gradients(dout, dlse, saved, plan.backward, options.scale, kernel, ring)
 
 
 def _gradients(
-    dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...], plan: PhasePlan, compute: Compute, ring: Ring
+    dout: Tensor,
+    dlse: Tensor | None,
+    saved: tuple[Tensor, ...],
+    plan: PhasePlan,
+    scale: float,
+    kernel: TileKernel,
+    ring: Ring,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, lse = saved
     needs = plan.needs
     accumulate = plan.shapes.accumulate_dtype
     home = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
-    home["delta"] = row_delta(out, dout, dlse, accumulate)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if name in needs:
-            home[f"d{name}"] = torch.zeros(x.shape, dtype=accumulate, device=x.device)
-    PhaseRun(plan, ring, home, compute).run()
+    home["delta"] = kernel.row_delta(out, dout, dlse, accumulate)
+    gradients = {f"d{name}": torch.empty(x.shape, dtype=accumulate, device=x.device)
+                 for name, x in (("q", q), ("k", k), ("v", v)) if name in needs}  # fmt: skip
+    home |= gradients
+    totals = Gradients(home.get("dq"), home.get("dk"), home.get("dv"), untouched=set(gradients))
+    PhaseRun(plan, ring, home, backward_compute(kernel, scale, totals), totals.settle).run()
+    totals.settle()
     nothing = q.new_empty(0)
+    # Each accumulator goes as soon as it is cast.
+    del totals, gradients
     dq, dk, dv = (home.pop(f"d{name}").to(q.dtype) if name in needs else nothing.clone() for name in "qkv")
     return dq, dk, dv
 
@@ -133,17 +144,26 @@ def prepare(
     call = LocalCall(phase, shapes, q.device.type, q.shape[2], k.shape[2], options, needs)
     layout, key_layout = options.layouts(*agree(ring, call))
     wire_dtype = WIRE_DTYPES[options.wire_dtype] if options.wire_dtype else None
-    plan = build_plan(mask, layout, key_layout, shapes, options.forward_direction, options.direction, wire_dtype, needs)
+    sides = options.forward_direction, options.direction
+    plan = build_plan(mask, layout, key_layout, shapes, *sides, wire_dtype, needs, options.coalesce)
     request = TileRequest(q.device.type, q.dtype, shapes.head_dim, shapes.value_dim, options.returns_lse, options.scale)
-    return options, plan, pick_kernel(options.kernel, request)
+    kernel = pick_kernel(options.kernel, request)
+    require_served(kernel, plan)
+    return options, plan, kernel
 
 
-def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(B, H, S): rowsum(out * dout) - dlse, which is all that backward needs to know of out."""
-    # Where a row sees few keys, dq is what is left after delta cancels: fp64 sums keep that difference.
-    precise = torch.float64 if out.dtype == torch.float32 and out.device.type == "cpu" else dtype
-    delta: Tensor = torch.linalg.vecdot(out.to(precise), dout.to(precise)).to(dtype)
-    return delta if dlse is None else delta - dlse
+def require_served(kernel: TileKernel, plan: Plan) -> None:
+    """A kernel that was asked for by name must serve every piece of every rank, so that all ranks refuse alike."""
+    if type(kernel).serves is TileKernel.serves:
+        return
+    for phase in (plan.forward, plan.backward):
+        for step in (step for rounds in phase.rounds for step in rounds) if phase else ():
+            for piece in step.pieces:
+                if not kernel.serves(piece):
+                    raise ValueError(
+                        f"kernel {kernel.name!r} serves full and square causal pieces only, and mask {plan.mask} in "
+                        f"layout {plan.layout} has others; use kernel='auto'"
+                    )
 
 
 @torch.library.register_fake(FORWARD)

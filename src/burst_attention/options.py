@@ -17,6 +17,9 @@ from burst_attention.mask import Mask, full, parse_mask
 
 CHECKS = ("always", "first", "off")
 SIDES = ("auto", "kv", "query")
+GPU_COALESCE = 2
+"""Blocks computed as one on a GPU, where small tiles are slow and partials cost a pass over memory each."""
+MOST_COALESCED = 8
 WIRE_DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 }
@@ -37,6 +40,7 @@ class Options:
     check: str
     needs: str
     returns_lse: bool
+    coalesce: int
 
     def __str__(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -45,7 +49,7 @@ class Options:
         """The layouts of queries and keys for the lengths that the ranks hold; they must fit on every rank."""
         layout = resolve_layout(self.layout, sum(query_lengths), len(query_lengths))
         if self.key_layout is not None:
-            key_layout = resolve_layout(self.key_layout, sum(key_lengths), len(key_lengths))
+            key_layout = resolve_layout(self.key_layout, sum(key_lengths), len(key_lengths), "key_layout")
         elif self.layout in LAYOUT_NAMES:
             key_layout = resolve_layout(self.layout, sum(key_lengths), len(key_lengths))
         else:
@@ -83,6 +87,8 @@ def make_options(
     check: str,
     needs: str,
     returns_lse: bool,
+    coalesce: int | str,
+    device_type: str,
 ) -> Options:
     """Check every option and write it as text; ValueError names the value, the rule and the remedy."""
     if mask is not None and not isinstance(mask, Mask):
@@ -90,6 +96,8 @@ def make_options(
     for name, value in (("direction", direction), ("forward_direction", forward_direction)):
         if value not in SIDES:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, SIDES))}, got {value!r}")
+    if not isinstance(returns_lse, bool):
+        raise ValueError(f"return_lse must be True or False, got {returns_lse!r}")
     if check not in CHECKS:
         raise ValueError(f"check must be one of {', '.join(map(repr, CHECKS))}, got {check!r}")
     if check == "off" and (not isinstance(layout, Layout) or isinstance(key_layout, str)):
@@ -109,14 +117,15 @@ def make_options(
         check=check,
         needs=needs,
         returns_lse=returns_lse,
+        coalesce=_coalesce(coalesce, device_type),
     )
 
 
-def resolve_layout(text: str, tokens: int, ring_size: int) -> Layout:
+def resolve_layout(text: str, tokens: int, ring_size: int, argument: str = "layout") -> Layout:
     """A layout from its text, or from a bare name and the length."""
     layout = Layout(text, tokens, ring_size) if text in LAYOUT_NAMES else Layout.parse(text)
     if layout.ring_size != ring_size:
-        raise ValueError(f"layout {layout} is for a ring of {layout.ring_size}, this ring has {ring_size} ranks")
+        raise ValueError(f"{argument} {layout} is for a ring of {layout.ring_size}, this ring has {ring_size} ranks")
     return layout
 
 
@@ -146,6 +155,14 @@ def _scale(scale: float | None, head_dim: int) -> float:
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number or None for 1/sqrt(head_dim), got {scale!r}")
     return float(scale)
+
+
+def _coalesce(coalesce: int | str, device_type: str) -> int:
+    if coalesce == "auto":
+        return GPU_COALESCE if device_type == "cuda" else 1
+    if isinstance(coalesce, bool) or not isinstance(coalesce, int) or not 1 <= coalesce <= MOST_COALESCED:
+        raise ValueError(f"coalesce must be 'auto' or a whole number from 1 to {MOST_COALESCED}, got {coalesce!r}")
+    return coalesce
 
 
 def _wire_text(wire_dtype: torch.dtype | None) -> str | None:

@@ -111,7 +111,7 @@ PLAN_MESSAGES: list[tuple[str, dict[str, Any], str]] = [
     ("requires-grad", {"requires_grad": "qx"}, "requires_grad takes letters of 'qkv', got 'qx'"),
     ("requires-grad-type", {"requires_grad": True}, "requires_grad takes letters of 'qkv', got True"),
     ("documents", {"mask": documents([5])}, r"covers 5 tokens but positions go up to 12; give every token"),
-    ("blocks", {"mask": blocks([[1]], 5)}, "5 queries and 5 keys, but positions go up to 12 and 12; give a larger"),
+    ("blocks", {"mask": blocks([[1]], 5)}, "5 queries and 5 keys, but positions go up to 12; give a larger"),
 ]
 
 

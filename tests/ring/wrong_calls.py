@@ -243,7 +243,7 @@ BAD = [
     ),
     Bad(
         "short-blocks",
-        (SHORT_BLOCKS, "but positions go up to 12 and 12; give a larger matrix"),
+        (SHORT_BLOCKS, "but positions go up to 12; give a larger matrix"),
         {"mask": blocks([[1, 0], [1, 1]], 2)},
         names_rank=False,
     ),

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 RECORD_BYTES = 1024
@@ -56,7 +57,7 @@ class TraceEvent:
 
     phase: str
     round: int
-    block: int
+    blocks: tuple[int, ...]
     started: float
     compute: float
     wait: float
@@ -150,6 +151,10 @@ class Ring(ABC):
             )
         self._call += 1
         return self._call
+
+    def buffer(self, nbytes: int, device: torch.device, what: str) -> Tensor:
+        """Memory for blocks that travel; `what` says which, such as "forward operand"."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], where: str) -> Pending:
         """Start transfers and return at once; buffers belong to the ring until `wait` returns."""

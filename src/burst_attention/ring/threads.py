@@ -87,8 +87,9 @@ def thread_rings(size: int, timeout: float) -> list[ThreadRing]:
 def run_ranks(fn: Callable[[Ring], Result], ring_size: int, *, timeout: float = DEFAULT_TIMEOUT) -> list[Result]:
     """Run `fn(ring)` on `ring_size` threads and return the results in rank order.
 
-    Grad mode, inference mode, autocast and the current CUDA device carry over into the threads. The first error of any
-    rank is raised here, after the others have been told and have ended; `timeout` bounds every wait inside the ring.
+    Grad mode, inference mode, autocast, the default device and the current CUDA device carry over into the threads. The
+    first error of any rank is raised here, after the others have been told and have ended; `timeout` bounds every wait
+    inside the ring.
     """
     if ring_size < 1:
         raise ValueError(f"ring_size must be at least 1, got {ring_size}")
@@ -127,6 +128,7 @@ def _capture_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     autocast = {name: (torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in devices}
     cuda_device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    default_device = torch.get_default_device()
 
     @contextlib.contextmanager
     def enter() -> Iterator[None]:
@@ -140,6 +142,8 @@ def _capture_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
                 stack.enter_context(torch.autocast(name, dtype=dtype, enabled=enabled))
             if cuda_device is not None:
                 torch.cuda.set_device(cuda_device)
+            if default_device.type != "cpu":
+                stack.enter_context(default_device)
             yield
 
     return enter

@@ -2,7 +2,7 @@
 
 from burst_attention.schedule.build import build_plan
 from burst_attention.schedule.bundles import Bundle, Field, Shapes, make_bundle
-from burst_attention.schedule.plan import PhasePlan, Plan, Round, Transfer
+from burst_attention.schedule.plan import PhasePlan, Plan, Round, Transfer, Visit
 from burst_attention.schedule.simulate import PlanError, simulate
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Round",
     "Shapes",
     "Transfer",
+    "Visit",
     "build_plan",
     "make_bundle",
     "simulate",

@@ -6,11 +6,23 @@ from functools import lru_cache
 
 import torch
 
-from burst_attention.geometry import Band, Piece, Rows, Run, cut, join_pieces, unite_rows
+from burst_attention.geometry import (
+    Band,
+    Piece,
+    Rows,
+    Run,
+    cut,
+    intersect_rows,
+    join_pieces,
+    moved_rows,
+    stretches,
+    subtract_rows,
+    unite_rows,
+)
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask
 from burst_attention.schedule.bundles import DIRECTIONS, Shapes, make_bundle, moved_fields
-from burst_attention.schedule.plan import OPERAND, RESULT, PhasePlan, Plan, Round, Transfer
+from burst_attention.schedule.plan import OPERAND, RESULT, PhasePlan, Plan, Round, Transfer, Visit, packed_pieces
 from burst_attention.topology import FlatRing
 
 Pieces = tuple[Piece, ...]
@@ -18,7 +30,8 @@ PieceTable = tuple[tuple[Pieces, ...], ...]
 """pieces[query rank][key rank]"""
 
 HOME_SPLIT_ROWS = 64
-"""Home's pieces are split at a multiple of this many query rows, so that both parts stay kernel-friendly."""
+HOME_SPLIT_PARTS = 8
+"""Home's pieces are split at a multiple of an eighth of their query rows, or of 64: both parts stay kernel-friendly."""
 
 
 @lru_cache(maxsize=64)
@@ -31,15 +44,16 @@ def build_plan(
     direction: str,
     wire_dtype: torch.dtype | None,
     needs: str,
+    coalesce: int = 1,
 ) -> Plan:
     """The plan of one call. The moving side of each phase is the given one or, for "auto", the one with fewer bytes."""
     if layout.ring_size != key_layout.ring_size:
         raise ValueError(f"layout is for {layout.ring_size} ranks and key_layout for {key_layout.ring_size}")
     mask.require_cover(layout.end, key_layout.end)
-    forward = _choose(mask, layout, key_layout, shapes, "forward", forward_direction, wire_dtype, needs)
+    forward = _choose(mask, layout, key_layout, shapes, "forward", forward_direction, wire_dtype, needs, coalesce)
     backward = None
     if needs:
-        backward = _choose(mask, layout, key_layout, shapes, "backward", direction, wire_dtype, needs)
+        backward = _choose(mask, layout, key_layout, shapes, "backward", direction, wire_dtype, needs, coalesce)
     return Plan(mask, layout, key_layout, forward, backward)
 
 
@@ -52,8 +66,9 @@ def _choose(
     direction: str,
     wire_dtype: torch.dtype | None,
     needs: str,
+    coalesce: int,
 ) -> PhasePlan:
-    """The candidate with the fewest bytes over all ranks: sides that may move, in both ways round the ring."""
+    """The candidate with the fewest bytes over all ranks, then the fewest messages: either side, either way round."""
     pieces = piece_table(mask, layout, key_layout)
     candidates = []
     for side in DIRECTIONS if direction == "auto" else (direction,):
@@ -62,10 +77,10 @@ def _choose(
         operands, results = moved_fields(phase, side, needs)
         bundles = make_bundle(operands, shapes), make_bundle(results, shapes, wire_dtype)
         for step in (1, -1):
-            topology = FlatRing(layout.ring_size, step)
+            topology = FlatRing(layout.ring_size, step, min(coalesce, max(layout.ring_size - 1, 1)))
             rounds = _Builder(topology, pieces, side, bool(results)).rounds()
             candidates.append(PhasePlan(phase, side, topology, *bundles, shapes, needs, local_rows, rounds))
-    return min(candidates, key=lambda plan: plan.total_bytes)
+    return min(candidates, key=lambda plan: (plan.total_bytes, plan.total_messages))
 
 
 @lru_cache(maxsize=16)
@@ -112,60 +127,61 @@ class _Builder:
         self.pieces = pieces
         self.side = side
         self.has_results = has_results
-        size = topology.size
-        self.last_round = size if size > 1 and has_results else size - 1
-        self.sends: list[list[list[Transfer]]] = [[[] for _ in range(size + 1)] for _ in range(size)]
-        self.receives: list[list[list[Transfer]]] = [[[] for _ in range(size + 1)] for _ in range(size)]
-        self.held: dict[tuple[int, int], Rows] = {}
-        self.result_rows: dict[tuple[int, int], Rows] = {}
+        self.returns = has_results and topology.size > 1
+        self.last_round = topology.visiting_rounds + self.returns
+        ranks = range(topology.size)
+        self.needed = {
+            (block, distance): unite_rows(moved_rows(p, side) for p in self._visit(block, distance))
+            for block in ranks
+            for distance in range(1, topology.size)
+        }
+        self.sends: list[list[list[Transfer]]] = [[[] for _ in range(self.last_round + 1)] for _ in ranks]
+        self.receives: list[list[list[Transfer]]] = [[[] for _ in range(self.last_round + 1)] for _ in ranks]
 
     def rounds(self) -> tuple[tuple[Round, ...], ...]:
         for block in range(self.topology.size):
-            for chain in self._chains(block):
-                self._lay_chain(block, chain)
+            self._lay_operands(block)
+            if self.has_results:
+                self._lay_results(block)
         return tuple(self._rank_rounds(rank) for rank in range(self.topology.size))
 
-    def _visit(self, block: int, rank: int) -> Pieces:
+    def _visit(self, block: int, distance: int) -> Pieces:
+        rank = self.topology.visitor(block, distance)
         return self.pieces[rank][block] if self.side == "kv" else self.pieces[block][rank]
 
-    def _needed(self, block: int, rank: int) -> Rows:
-        """Rows of a block that a rank's pieces touch."""
-        if self.side == "kv":
-            return unite_rows((p.k_first, p.k_first + p.k_count) for p in self._visit(block, rank))
-        return unite_rows((p.q_first, p.q_first + p.q_count) for p in self._visit(block, rank))
+    def _shared(self, block: int, distance: int) -> Rows:
+        """Rows needed at a distance and already at the visitor of the round before."""
+        return intersect_rows(
+            self.needed.get((block, distance), ()), self.needed.get((block, distance - self.topology.coalesce), ())
+        )
 
-    def _chains(self, block: int) -> list[list[int]]:
-        """Rounds in which the block is wanted, as consecutive stretches: home starts each, visitors forward it."""
-        chains: list[list[int]] = []
-        for index in range(1, self.topology.size):
-            if not self._visit(block, self.topology.visitor(block, index)):
-                continue
-            if chains and chains[-1][-1] == index - 1:
-                chains[-1].append(index)
-            else:
-                chains.append([index])
-        return chains
+    def _lay_operands(self, block: int) -> None:
+        """Each visitor gets what it needs: from the visitor before where that needed it too, the rest from home."""
+        coalesce, visitor = self.topology.coalesce, self.topology.visitor
+        for index in range(1, self.topology.visiting_rounds + 1):
+            distances = self.topology.distances(index)
+            fresh = {d: subtract_rows(self.needed[block, d], self._shared(block, d)) for d in distances}
+            packed = unite_rows(pair for rows in fresh.values() for pair in rows)
+            for distance in distances:
+                needed, target = self.needed[block, distance], visitor(block, distance)
+                before = self.needed.get((block, distance - coalesce), ())
+                source = visitor(block, distance - coalesce)
+                for rows in stretches(self._shared(block, distance), needed, before):
+                    self._add(OPERAND, block, rows, source, target, index - 1)
+                for rows in stretches(fresh[distance], needed, packed):
+                    self._add(OPERAND, block, rows, block, target, index - 1)
 
-    def _lay_chain(self, block: int, chain: list[int]) -> None:
-        visitors = {index: self.topology.visitor(block, index) for index in chain}
-        needed = {index: self._needed(block, visitors[index]) for index in chain}
-        carried: Rows = ()
-        for index in reversed(chain):
-            carried = unite_rows((*carried, *needed[index]))
-            self.held[visitors[index], index] = carried
-        source = block
-        gathered: Rows = ()
-        for index in chain:
-            target = visitors[index]
-            self._add(OPERAND, block, self.held[target, index], source, target, index - 1)
-            if self.has_results:
-                if gathered:
-                    self._add(RESULT, block, gathered, source, target, index)
-                gathered = unite_rows((*gathered, *needed[index]))
-                self.result_rows[target, index] = gathered
-            source = target
-        if self.has_results:
-            self._add(RESULT, block, gathered, source, block, chain[-1] + 1)
+    def _lay_results(self, block: int) -> None:
+        """Results go on to the next visitor for the rows that it adds to, and home for the others."""
+        coalesce = self.topology.coalesce
+        for distance in range(1, self.topology.size):
+            needed, source = self.needed[block, distance], self.topology.visitor(block, distance)
+            index = self.topology.round_of(distance) + 1
+            onward = self._shared(block, distance + coalesce)
+            for rows in stretches(onward, needed):
+                self._add(RESULT, block, rows, source, self.topology.visitor(block, distance + coalesce), index)
+            for rows in stretches(subtract_rows(needed, onward), needed):
+                self._add(RESULT, block, rows, source, block, index)
 
     def _add(self, channel: str, block: int, rows: Rows, source: int, target: int, index: int) -> None:
         link = self.topology.link(source, target)
@@ -177,32 +193,24 @@ class _Builder:
         home_first, home_last = self._home_parts(rank)
         rounds = []
         for index in range(self.last_round + 1):
-            block = self.topology.visiting(rank, index) if index < self.topology.size else rank
             if index == 0:
-                pieces = home_first
-            elif index == self.topology.size:
-                pieces = home_last
+                visits: tuple[Visit, ...] = (Visit(rank, (), home_first),)
+            elif index > self.topology.visiting_rounds:
+                visits = (Visit(rank, (), home_last),)
             else:
-                pieces = self._visit(block, rank)
-            rounds.append(
-                Round(
-                    index=index,
-                    block=block,
-                    pieces=pieces,
-                    held=self.held.get((rank, index), ()),
-                    result_rows=self.result_rows.get((rank, index), ()),
-                    sends=_in_order(self.sends[rank][index]),
-                    receives=_in_order(self.receives[rank][index]),
+                pairs = [(self.topology.visiting(rank, d), d) for d in self.topology.distances(index)]
+                visits = tuple(
+                    Visit(block, rows, self._visit(block, d)) for block, d in pairs if (rows := self.needed[block, d])
                 )
-            )
+            sends, receives = self.sends[rank][index], self.receives[rank][index]
+            pieces = packed_pieces(visits, self.side)
+            rounds.append(Round(index, visits, pieces, _in_order(sends), _in_order(receives)))
         return tuple(rounds)
 
     def _home_parts(self, rank: int) -> tuple[Pieces, Pieces]:
         """Home's pieces to compute first, hiding the first hop, and last, hiding the way home of its results."""
         home = self.pieces[rank][rank]
-        if self.last_round < self.topology.size:
-            return home, ()
-        return split_rows(home)
+        return split_rows(home) if self.returns else (home, ())
 
 
 def split_rows(pieces: Pieces) -> tuple[Pieces, Pieces]:
@@ -216,18 +224,19 @@ def split_rows(pieces: Pieces) -> tuple[Pieces, Pieces]:
     def upper(row: int) -> Pieces:
         return tuple(part for p in pieces if (part := p.crop(0, row, 0, keys)))
 
-    low, high = 0, rows // HOME_SPLIT_ROWS
+    unit = max(HOME_SPLIT_ROWS, 1 << ((rows // HOME_SPLIT_PARTS).bit_length() - 1) if rows >= HOME_SPLIT_PARTS else 0)
+    low, high = 0, rows // unit
     while low < high:
         middle = (low + high) // 2
-        if 2 * sum(p.pairs for p in upper(middle * HOME_SPLIT_ROWS)) < total:
+        if 2 * sum(p.pairs for p in upper(middle * unit)) < total:
             low = middle + 1
         else:
             high = middle
-    row = low * HOME_SPLIT_ROWS
+    row = low * unit
     lower = tuple(part for p in pieces if (part := p.crop(row, rows, 0, keys)))
     return (upper(row), lower) if upper(row) else (pieces, ())
 
 
 def _in_order(transfers: list[Transfer]) -> tuple[Transfer, ...]:
     """Both ends list the transfers between them in the same order."""
-    return tuple(sorted(transfers, key=lambda t: (t.channel, t.block, t.source, t.target)))
+    return tuple(sorted(transfers, key=lambda t: (t.channel, t.block, t.source, t.target, t.rows)))

@@ -12,6 +12,7 @@ Rows are token-major with all fields of a token together, so the rows a later ra
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -74,7 +75,7 @@ class Bundle:
 
     fields: tuple[Field, ...]
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes per token on the wire and in a buffer, padding included."""
         last = self.fields[-1] if self.fields else None

@@ -33,11 +33,13 @@ def _phase_lines(phase: PhasePlan) -> list[str]:
     ]
     if phase.topology.size > MAX_RANKS_DRAWN:
         return lines
-    width = max(3, len(str(phase.topology.size)) + 1)
+    width = max(3, (len(str(phase.topology.size)) + 1) * phase.topology.coalesce)
     count = max(len(phase.rounds[rank]) for rank in ranks)
     lines.append("  block computed in round  " + "".join(f"{index:>{width}}" for index in range(count)))
     for rank in ranks:
-        cells = [str(step.block) if step.pieces else "." for step in phase.rounds[rank]]
+        cells = [
+            ",".join(str(visit.block) for visit in step.visits if visit.pieces) or "." for step in phase.rounds[rank]
+        ]
         lines.append(f"  rank {rank:<4}                " + "".join(f"{cell:>{width}}" for cell in cells))
     return lines
 

@@ -28,10 +28,10 @@ def peak_bytes(plan: Plan, rank: int, workspace: Workspace) -> int:
 def phase_bytes(phase: PhasePlan, rank: int, workspace: Workspace) -> int:
     """Travelling buffers and the largest workspace of one phase."""
     operands = sum(phase.slot_rows(rank)) * phase.operands.row_bytes
-    computed, received, returned = phase.result_slot_rows(rank)
+    computed, received = phase.result_slot_rows(rank)
     precise = make_bundle(phase.results.names, phase.shapes)
-    results = computed * (precise.row_bytes + phase.results.row_bytes) + (received + returned) * phase.results.row_bytes
-    work = (workspace(phase, step, step.block != rank) for step in phase.rounds[rank] if step.pieces)
+    results = computed * (precise.row_bytes + phase.results.row_bytes) + received * phase.results.row_bytes
+    work = (workspace(phase, step, step.row_count > 0) for step in phase.rounds[rank] if step.pieces)
     return operands + results + max(work, default=0)
 
 

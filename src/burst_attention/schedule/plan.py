@@ -1,5 +1,8 @@
 """The plan: for each rank, rounds of pieces to compute and transfers to make. Data only; nothing here runs it.
 
+A block's rows go only to ranks that need them: from the rank that computed with them just before where that needed
+them too, else straight from home. Results take the same ways back.
+
 In round t a rank posts the transfers listed there, computes the round's pieces, then waits for those transfers.
 Operands posted in round t are computed with in round t + 1. Results computed in round t are posted in round t + 1,
 towards the next visitor or home. Round 0 and the last round compute home's own pieces.
@@ -11,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from burst_attention.geometry import Piece, Rows, count_rows
+from burst_attention.geometry import Piece, Rows, count_rows, join_pieces, moved_rows, row_offset, unite_rows
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask
 from burst_attention.schedule.bundles import Bundle, Shapes
@@ -39,16 +42,58 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class Visit:
+    """A block at a rank: the rows of it that the rank needs, and the pieces it computes, in the block's own rows.
+
+    At home all rows are at hand and `rows` is empty.
+    """
+
+    block: int
+    rows: Rows
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
 class Round:
-    """What one rank does in a round. `held` are the rows of `block` at hand, `result_rows` those its results cover."""
+    """What one rank does in a round: computes with the blocks that visit, or with its own, and makes transfers.
+
+    The rows of visiting blocks lie packed in one buffer, in the order of `visits`; their results likewise.
+    """
 
     index: int
-    block: int
+    visits: tuple[Visit, ...]
     pieces: tuple[Piece, ...]
-    held: Rows
-    result_rows: Rows
+    """What a kernel is asked to compute: the visits' pieces, in rows of the buffer."""
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
+
+    @cached_property
+    def row_count(self) -> int:
+        """Rows in the buffer of visiting blocks."""
+        return sum(count_rows(visit.rows) for visit in self.visits)
+
+    def offset(self, block: int, row: int) -> int:
+        """Where a row of a visiting block lies in the buffer."""
+        start = 0
+        for visit in self.visits:
+            if visit.block == block:
+                return start + row_offset(visit.rows, row)
+            start += count_rows(visit.rows)
+        raise AssertionError(f"block {block} does not visit in round {self.index}")
+
+
+def packed_pieces(visits: tuple[Visit, ...], direction: str) -> tuple[Piece, ...]:
+    """All pieces of a round with the moving side's rows counted in the buffer, joined where they touch there."""
+    packed: list[Piece] = []
+    start = 0
+    for visit in visits:
+        for piece in visit.pieces:
+            first, last = moved_rows(piece, direction)
+            at = start + row_offset(visit.rows, first) if visit.rows else first
+            packed.append(piece._replace(**{"k_first" if direction == "kv" else "q_first": at}))
+            assert not visit.rows or row_offset(visit.rows, last - 1) + start - at == last - 1 - first
+        start += count_rows(visit.rows)
+    return join_pieces(packed) if start else tuple(packed)
 
 
 @dataclass(frozen=True)
@@ -81,9 +126,13 @@ class PhasePlan:
     def total_bytes(self) -> int:
         return sum(self.bytes_sent(rank) for rank in range(self.topology.size))
 
+    @cached_property
+    def total_messages(self) -> int:
+        return sum(len(step.sends) for rounds in self.rounds for step in rounds)
+
     def pairs(self, rank: int) -> int:
         """Allowed (query, key) pairs that a rank computes."""
-        return sum(piece.pairs for step in self.rounds[rank] for piece in step.pieces)
+        return sum(piece.pairs for step in self.rounds[rank] for visit in step.visits for piece in visit.pieces)
 
     def flops(self, rank: int) -> int:
         """Floating-point operations of the matrix products this rank needs for its pairs."""
@@ -102,34 +151,30 @@ class PhasePlan:
         pairs = [self.pairs(rank) for rank in range(self.topology.size)]
         return max(pairs) * len(pairs) / sum(pairs) - 1 if sum(pairs) else 0.0
 
-    def slot_rows(self, rank: int) -> tuple[int, ...]:
-        """Rows of each operand buffer of a rank: two in turn, and one more for what home sends after round 0."""
+    def packed_at_home(self, rank: int, step: Round) -> Rows:
+        """Rows of its own block that a rank sends in a round, packed once whoever gets them."""
+        own = (t for t in step.sends if t.channel == OPERAND and t.block == rank)
+        return unite_rows(pair for transfer in own for pair in transfer.rows)
+
+    def slot_rows(self, rank: int) -> tuple[int, int, int]:
+        """Rows of a rank's operand buffers: two for visiting blocks in turn, and one for what it sends of its own.
+
+        In round 0 nobody visits yet, so what is sent then is packed into the first of the two.
+        """
         sizes = [0, 0, 0]
         for step in self.rounds[rank]:
-            for transfer in step.receives:
-                if transfer.channel == OPERAND:
-                    slot = (step.index + 1) % 2
-                    sizes[slot] = max(sizes[slot], transfer.row_count)
-            for transfer in step.sends:
-                if transfer.channel == OPERAND and transfer.block == rank:
-                    # Round 0 packs home's block into the slot that is received into one round later.
-                    slot = 0 if step.index == 0 else 2
-                    sizes[slot] = max(sizes[slot], transfer.row_count)
-        return tuple(sizes)
+            sizes[step.index % 2] = max(sizes[step.index % 2], step.row_count)
+            slot = 0 if step.index == 0 else 2
+            sizes[slot] = max(sizes[slot], count_rows(self.packed_at_home(rank, step)))
+        return sizes[0], sizes[1], sizes[2]
 
-    def result_slot_rows(self, rank: int) -> tuple[int, int, int]:
-        """Rows of the buffers for results: being computed, received for a visiting block, and received for home.
-
-        The two kinds of receives share one buffer unless some round has both.
-        """
+    def result_slot_rows(self, rank: int) -> tuple[int, int]:
+        """Rows of the buffers for results: being computed, and received in one round."""
+        if not self.results.fields:
+            return 0, 0
         steps = self.rounds[rank]
-        computed = max((count_rows(step.result_rows) for step in steps), default=0)
-        arrivals = [(step.index, t) for step in steps for t in step.receives if t.channel == RESULT]
-        home = {index: t.row_count for index, t in arrivals if t.block == rank}
-        visiting = {index: t.row_count for index, t in arrivals if t.block != rank}
-        if home.keys() & visiting.keys():
-            return computed, max(visiting.values()), max(home.values())
-        return computed, max((*home.values(), *visiting.values()), default=0), 0
+        arrived = (sum(t.row_count for t in step.receives if t.channel == RESULT) for step in steps)
+        return max(step.row_count for step in steps), max(arrived, default=0)
 
 
 @dataclass(frozen=True)

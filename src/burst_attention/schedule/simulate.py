@@ -1,8 +1,8 @@
 """An integer simulator: walks any phase plan, without tensors, and proves that it can run.
 
-It proves that a sender holds what it sends, that every send meets its receive in the same round and order, that
-buffers stay bounded, that pieces lie in rows at hand, and that every contribution to a result reaches home exactly
-once. It knows rounds and transfers only, not how they were built.
+It proves that a sender holds what it sends, that every send meets its receive in the same round and order, that no
+buffer is written before what it held has left, that a rank gets the rows its pieces need and no others, and that every
+contribution to a result reaches home exactly once. It knows rounds and transfers only, not how they were built.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from burst_attention.geometry import Rows, contains_rows
-from burst_attention.schedule.plan import OPERAND, RESULT, PhasePlan, Round, Transfer
+from burst_attention.geometry import Rows, contains_rows, intersect_rows, moved_rows, unite_rows
+from burst_attention.schedule.plan import OPERAND, PhasePlan, Round, Transfer, packed_pieces
 
 Contributions = Counter[tuple[int, int]]
 """How often (contributing rank, row of the block) is summed into a result."""
@@ -23,8 +23,10 @@ class PlanError(AssertionError):
 
 @dataclass
 class _Rank:
-    operand: tuple[int, Rows] | None = None
-    result: tuple[int, Contributions] | None = None
+    operands: dict[int, Rows] = field(default_factory=dict)
+    """Rows at hand of each visiting block."""
+    results: dict[int, Contributions] = field(default_factory=dict)
+    """What waits to be sent for each block, computed in the round before."""
     home: Contributions = field(default_factory=Counter)
 
 
@@ -38,13 +40,14 @@ def simulate(plan: PhasePlan) -> None:
         _require_matched(steps, index)
         arrived = {t: _sent(plan, ranks[t.source], t, index) for step in steps if step for t in step.sends}
         for rank, step in enumerate(steps):
+            _require(not ranks[rank].results, f"rank {rank} round {index}: a result is still waiting to be sent")
             if step is not None:
                 _compute(plan, ranks[rank], rank, step, expected)
         for rank, step in enumerate(steps):
             if step is not None:
                 _receive(ranks[rank], rank, step, arrived)
     for rank in range(size):
-        _require(ranks[rank].result is None, f"rank {rank} ends with a result that was never sent")
+        _require(not ranks[rank].results, f"rank {rank} ends with a result that was never sent")
         if plan.results.fields:
             _require(ranks[rank].home == expected[rank], f"home {rank} did not get every contribution exactly once")
 
@@ -67,76 +70,68 @@ def _require_matched(steps: list[Round | None], index: int) -> None:
     _require(ends[0] == ends[1], f"round {index}: sends and receives differ")
 
 
-def _sent(plan: PhasePlan, rank: _Rank, transfer: Transfer, index: int) -> tuple[int, Rows | Contributions]:
-    """What the wire carries, after proving that the sender has it."""
+def _sent(plan: PhasePlan, rank: _Rank, transfer: Transfer, index: int) -> Contributions:
+    """The contributions that the wire carries, none for operands, after proving that the sender has the rows."""
     if transfer.channel == OPERAND:
         if transfer.block == transfer.source:
             held: Rows = ((0, plan.local_rows[transfer.block]),)
         else:
-            _require(rank.operand is not None and rank.operand[0] == transfer.block, f"{transfer}: not held")
-            assert rank.operand is not None
-            held = rank.operand[1]
+            _require(transfer.block in rank.operands, f"{transfer}: not held")
+            held = rank.operands[transfer.block]
         _require(contains_rows(held, transfer.rows), f"{transfer}: sender holds only {held}")
-        return transfer.block, transfer.rows
-    _require(
-        rank.result is not None and rank.result[0] == transfer.block, f"{transfer}: no such result in round {index}"
-    )
-    assert rank.result is not None
-    contributions = rank.result[1]
-    rows = {row for _, row in contributions}
-    _require(
-        rows == {row for first, last in transfer.rows for row in range(first, last)}, f"{transfer}: its rows are {rows}"
-    )
-    rank.result = None
-    return transfer.block, contributions
+        return Counter()
+    _require(transfer.block in rank.results, f"{transfer}: no such result in round {index}")
+    waiting = rank.results[transfer.block]
+    rows = {row for first, last in transfer.rows for row in range(first, last)}
+    carried = Counter({at: count for at, count in waiting.items() if at[1] in rows})
+    _require(rows == {row for _, row in carried}, f"{transfer}: not all of its rows are waiting")
+    for at in carried:
+        del waiting[at]
+    if not waiting:
+        del rank.results[transfer.block]
+    return carried
 
 
 def _compute(plan: PhasePlan, rank: _Rank, index: int, step: Round, expected: list[Contributions]) -> None:
-    """Contribute every row of the moving side that the round's pieces touch."""
-    at_home = step.block == index
-    touched: Contributions = Counter()
-    for piece in step.pieces:
-        first, count = (piece.k_first, piece.k_count) if plan.direction == "kv" else (piece.q_first, piece.q_count)
-        held: Rows = ((0, plan.local_rows[index]),) if at_home else (rank.operand[1] if rank.operand else ())
-        _require(at_home or (rank.operand or (None,))[0] == step.block, f"rank {index} lacks block {step.block}")
-        _require(
-            contains_rows(held, ((first, first + count),)), f"rank {index} round {step.index} lacks rows of {piece}"
-        )
-        _require(at_home or held == step.held, f"rank {index} round {step.index}: held rows are {held}")
-        touched.update({(index, row): 1 for row in range(first, first + count)})
-    if not plan.results.fields:
-        return
-    # The same rank may touch a row by several pieces and, at home, in two rounds: one contribution each.
-    touched = Counter(dict.fromkeys(touched, 1))
-    if at_home:
-        new = touched - rank.home
-        rank.home.update(new)
-        expected[index].update(new)
-        return
-    expected[step.block].update(touched)
-    if touched:
-        _require(rank.result is None, f"rank {index} round {step.index}: a result is still waiting to be sent")
-        rank.result = step.block, touched
+    """Contribute every row of the moving side that the visits' pieces touch."""
+    _require(step.pieces == packed_pieces(step.visits, plan.direction), f"rank {index} round {step.index}: pieces")
+    for visit in step.visits:
+        at_home = visit.block == index
+        _require(at_home or visit.block in rank.operands, f"rank {index} lacks block {visit.block}")
+        held = ((0, plan.local_rows[index]),) if at_home else rank.operands[visit.block]
+        _require(at_home or held == visit.rows, f"rank {index} round {step.index}: held rows are {held}")
+        touched: Contributions = Counter()
+        for piece in visit.pieces:
+            first, last = moved_rows(piece, plan.direction)
+            _require(contains_rows(held, ((first, last),)), f"rank {index} round {step.index} lacks rows of {piece}")
+            # The same rank may touch a row by several pieces: one contribution.
+            touched.update({(index, row): 1 for row in range(first, last) if (index, row) not in touched})
+        if not plan.results.fields:
+            continue
+        if at_home:
+            # At home also in two rounds.
+            new = touched - rank.home
+            rank.home.update(new)
+            expected[index].update(new)
+            continue
+        expected[visit.block].update(touched)
+        rank.results[visit.block] = touched
 
 
-def _receive(rank: _Rank, index: int, step: Round, arrived: dict[Transfer, tuple[int, Rows | Contributions]]) -> None:
-    """Take in what was posted this round: one operand at most, and results for the block just computed or for home."""
-    operands = [t for t in step.receives if t.channel == OPERAND]
-    _require(len(operands) <= 1, f"rank {index} round {step.index} receives {len(operands)} blocks into one slot")
-    rank.operand = None
+def _receive(rank: _Rank, index: int, step: Round, arrived: dict[Transfer, Contributions]) -> None:
+    """Take in what was posted this round: operands for the next, and results for blocks just computed or for home."""
+    rank.operands = {}
     for transfer in step.receives:
-        _, content = arrived[transfer]
         if transfer.channel == OPERAND:
             _require(transfer.block != index, f"rank {index} receives its own block")
-            rank.operand = transfer.block, transfer.rows
+            held = rank.operands.get(transfer.block, ())
+            _require(not intersect_rows(held, transfer.rows), f"{transfer}: some of its rows arrive twice")
+            rank.operands[transfer.block] = unite_rows((*held, *transfer.rows))
             continue
-        assert isinstance(content, Counter)
         if transfer.block == index:
-            rank.home.update(content)
+            rank.home.update(arrived[transfer])
             continue
-        _require(rank.result is not None and rank.result[0] == transfer.block, f"{transfer}: nothing to add it to")
-        assert rank.result is not None
-        rank.result[1].update(content)
-    for at_home in (True, False):
-        count = sum(1 for t in step.receives if t.channel == RESULT and (t.block == index) == at_home)
-        _require(count <= 1, f"rank {index} round {step.index} receives {count} results into one buffer")
+        _require(transfer.block in rank.results, f"{transfer}: nothing to add it to")
+        mine = {row for _, row in rank.results[transfer.block]}
+        _require({row for _, row in arrived[transfer]} <= mine, f"{transfer}: nothing to add some of its rows to")
+        rank.results[transfer.block].update(arrived[transfer])

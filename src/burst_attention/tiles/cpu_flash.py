@@ -19,7 +19,7 @@ from torch import Tensor
 from burst_attention.geometry import Piece
 from burst_attention.merge import State, merge_partial
 from burst_attention.schedule import PhasePlan, Round, Shapes
-from burst_attention.tiles.protocol import BackwardInputs, Gradients, TileKernel
+from burst_attention.tiles.protocol import GRADIENTS, BackwardInputs, Gradients, TileKernel
 from burst_attention.tiles.split import CAUSAL, MASKED, Tile, allowed_block, rows_without_keys, split_piece
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -71,6 +71,7 @@ class CpuFlashKernel(TileKernel):
         merge_partial(state, out, lse)
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
+        gradients.settle()
         tiles = (tile for piece in pieces for tile in split_piece(piece, BACKWARD_ROWS, BACKWARD_COLS))
         for _, neighbours in groupby(tiles, key=lambda tile: (tile.q0, tile.q1)):
             first, *rest = neighbours
@@ -94,9 +95,8 @@ class CpuFlashKernel(TileKernel):
             attn_mask=additive_mask(tile, rows.q),
             scale=scale,
         )
-        for total, part, where in zip(gradients, parts, (tile.queries, tile.keys, tile.keys), strict=True):
-            if total is not None:
-                total[:, :, where].add_(part)
+        for name, part, where in zip(GRADIENTS, parts, (tile.queries, tile.keys, tile.keys), strict=True):
+            gradients.add(name, where, part)
 
 
 class QueryRows(NamedTuple):

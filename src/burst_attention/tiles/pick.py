@@ -1,9 +1,15 @@
-"""Which kernel serves a call: one pure function over a table, each row with its reason."""
+"""Which kernel serves a call: one pure function over a table, each row with its reason.
+
+On a GPU the kernel "cuda" decides further, piece by piece (cuda.py). Kernels that need triton are imported when a call
+on a GPU asks for them, never before.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -28,12 +34,13 @@ class TileRequest:
 class Choice:
     """A kernel, why it cannot serve a request (None: it can), and why it stands where it stands."""
 
-    kernel: TileKernel
+    name: str
+    make: Callable[[], TileKernel]
     refusal: Callable[[TileRequest], str | None]
     reason: str
 
 
-def _flash_refusal(request: TileRequest) -> str | None:
+def _cpu_flash_refusal(request: TileRequest) -> str | None:
     if request.device_type != "cpu":
         return f"it runs on cpu, the tensors are on {request.device_type}"
     if request.dtype not in (torch.float32, torch.bfloat16):
@@ -49,28 +56,83 @@ def _flash_refusal(request: TileRequest) -> str | None:
     return None
 
 
+def _triton_refusal(request: TileRequest) -> str | None:
+    if request.device_type != "cuda":
+        return f"it runs on a GPU, the tensors are on {request.device_type}"
+    if request.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it serves float32, bfloat16 and float16, the tensors are {request.dtype}"
+    if max(request.head_dim, request.value_dim) > 256:
+        return f"it serves head dims up to 256, got {request.head_dim} and {request.value_dim}"
+    return None if has_triton() else "it needs triton, which cannot be imported here; install triton"
+
+
+def _vendor_refusal(request: TileRequest) -> str | None:
+    refusal = _triton_refusal(request)
+    if refusal is not None:
+        return refusal
+    if request.dtype == torch.float32:
+        return "it serves bfloat16 and float16, the tensors are torch.float32"
+    if request.returns_lse:
+        return "its backward takes no gradient on lse, and return_lse=True asks for one"
+    return None
+
+
+def _gpu_refusal(request: TileRequest) -> str | None:
+    return _vendor_refusal(request) if request.returns_lse else _triton_refusal(request)
+
+
+def _flash_refusal(request: TileRequest) -> str | None:
+    if request.head_dim != request.value_dim:
+        return f"it needs equal head dims, got {request.head_dim} for q, k and {request.value_dim} for v"
+    return _vendor_refusal(request)
+
+
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Whether triton is installed; it is imported only when a kernel needs it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache(maxsize=8)
+def _gpu_kernel(name: str) -> TileKernel:
+    from burst_attention.tiles.cuda import CudaKernel
+    from burst_attention.tiles.triton_kernel import TritonKernel
+    from burst_attention.tiles.vendor import CudnnKernel, FlashKernel
+
+    kernels: list[TileKernel] = [CudaKernel(), TritonKernel(), CudnnKernel(), FlashKernel()]
+    return next(kernel for kernel in kernels if kernel.name == name)
+
+
+CPU_FLASH, PLAIN = CpuFlashKernel(), PlainKernel()
 CHOICES = (
     Choice(
-        CpuFlashKernel(),
-        _flash_refusal,
+        "flash",
+        lambda: CPU_FLASH,
+        _cpu_flash_refusal,
         "fastest on CPU in fp32 and bf16; its speed in fp16 hangs on the processor, so fp16 goes to plain",
     ),
-    Choice(PlainKernel(), lambda request: None, "serves every dtype, head dim, mask and device"),
+    Choice("cuda", lambda: _gpu_kernel("cuda"), _gpu_refusal, "on a GPU, the fastest for each piece (cuda.py)"),
+    Choice("triton", lambda: _gpu_kernel("triton"), _triton_refusal, "takes a gradient on lse, which vendors do not"),
+    Choice("cudnn", lambda: _gpu_kernel("cudnn"), _vendor_refusal, "by name only: it serves full and causal pieces"),
+    Choice("flash", lambda: _gpu_kernel("flash"), _flash_refusal, "by name only, like cudnn"),
+    Choice("plain", lambda: PLAIN, lambda request: None, "serves every dtype, head dim, mask and device"),
 )
 
-KERNEL_NAMES = ("auto", *(choice.kernel.name for choice in CHOICES))
+KERNEL_NAMES = ("auto", *dict.fromkeys(choice.name for choice in CHOICES))
 
 
 def pick_kernel(name: str, request: TileRequest) -> TileKernel:
     """The named kernel, or for "auto" the first of the table that can serve the request."""
     if name not in KERNEL_NAMES:
         raise ValueError(f"there is no kernel {name!r}; use one of {', '.join(KERNEL_NAMES)}")
+    refusals = []
     for choice in CHOICES:
-        if name not in ("auto", choice.kernel.name):
+        if name not in ("auto", choice.name):
             continue
         refusal = choice.refusal(request)
         if refusal is None:
-            return choice.kernel
-        if name != "auto":
-            raise ValueError(f"kernel {name!r} cannot serve this call: {refusal}; use kernel='auto'")
-    raise AssertionError("the plain kernel serves everything")
+            return choice.make()
+        refusals.append(refusal)
+    # Two kernels share a name, one for each kind of device: the tensors' own says what is wrong.
+    refusal = refusals[-1 if request.device_type == "cuda" else 0]
+    raise ValueError(f"kernel {name!r} cannot serve this call: {refusal}; use kernel='auto'")

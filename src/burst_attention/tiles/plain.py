@@ -56,7 +56,7 @@ class PlainKernel(TileKernel):
         precise = torch.float64 if q.device.type == "cpu" else compute
         q_BGSD = fold_heads(q[:, :, tile.queries].to(precise), kv_heads)
         scores_BGSK = scaled_scores(tile, q_BGSD, k[:, :, tile.keys].to(precise), scale)
-        acc_BGSE, peak_BGS, total_BGS = (fold_heads(part, kv_heads) for part in state)
+        acc_BGSE, peak_BGS, total_BGS = (fold_heads(part, kv_heads) for part in state[:3])
         peak = torch.maximum(peak_BGS, scores_BGSK.amax(-1).to(compute))
         # Rows without keys so far: any finite shift keeps exp(-inf) at 0.
         shift = peak.masked_fill(peak == float("-inf"), 0.0)
@@ -64,10 +64,11 @@ class PlainKernel(TileKernel):
         carried = torch.exp(peak_BGS - shift)
         total = total_BGS * carried + weights_BGSK.sum(-1)
         acc = acc_BGSE * carried.unsqueeze(-1) + weights_BGSK @ v[:, :, tile.keys].to(compute)
-        for part, value in zip(state, (acc, peak, total), strict=True):
+        for part, value in zip(state[:3], (acc, peak, total), strict=True):
             part.copy_(unfold_heads(value, part))
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
+        gradients.settle()
         block = block_size(x.q.shape[0] * x.q.shape[1])
         for piece in pieces:
             for tile in split_piece(piece, block, block, block):

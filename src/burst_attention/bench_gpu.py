@@ -1,0 +1,141 @@
+"""`burst bench gpu`: kernels and whole rings on one GPU, against the fastest whole attention in the same run.
+
+The ring tax is W x (time of the slowest rank) / (time of one whole attention by the fastest kernel). Each rank is timed
+alone: what other ranks would send is handed over by reference, or copied on a stream of its own as a receive would be.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_attention.api import burst_attention, plan
+from burst_attention.engine import RowBuffer
+from burst_attention.layout import Layout
+from burst_attention.mask import causal, full
+from burst_attention.ring.lone import LoneRing
+from burst_attention.schedule import PhasePlan, Plan
+
+WARM_UPS = 3
+
+
+@dataclass(frozen=True)
+class TaxCase:
+    """A ring and the attention it computes."""
+
+    ranks: int = 8
+    tokens_per_rank: int = 8192
+    heads: int = 32
+    kv_heads: int = 32
+    head_dim: int = 128
+    causal: bool = True
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def tokens(self) -> int:
+        return self.ranks * self.tokens_per_rank
+
+    @property
+    def options(self) -> dict[str, Any]:
+        layout = Layout("zigzag" if self.causal else "contiguous", self.tokens, self.ranks)
+        return {"mask": causal() if self.causal else full(), "layout": layout}
+
+    def plan(self, **options: Any) -> Plan:
+        shapes: dict[str, Any] = {
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "dtype": self.dtype,
+        }
+        return plan(self.tokens, self.ranks, device="cuda", **shapes, **self.options, **options)
+
+
+def median_ms(run: Callable[[], Any], repeat: int) -> float:
+    """Median milliseconds on the device, each repetition between its own events."""
+    for _ in range(WARM_UPS):
+        run()
+    times = []
+    for _ in range(repeat):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return float(statistics.median(times))
+
+
+def made_up_blocks(case: TaxCase, made: Plan, device: str) -> Callable[[str, int], Tensor]:
+    """What other ranks would send: random operands with plausible statistics, and results of 0.
+
+    Buffers of one call are different memory; the next call gets the same ones again.
+    """
+    kept: dict[tuple[str, int], list[Tensor]] = {}
+    given: dict[tuple[str, int], int] = {}
+
+    def make(what: str, nbytes: int) -> Tensor:
+        phase, channel, *copied = what.split()
+        key = what, nbytes
+        turn = given[key] = (given.get(key, -1) + 1) % (1 if copied else 3)
+        pool = kept.setdefault(key, [])
+        if turn >= len(pool):
+            pool.append(_made_up_block(case, made.phase(phase), channel == "result", nbytes, device))
+        return pool[turn]
+
+    return make
+
+
+def _made_up_block(case: TaxCase, phase: PhasePlan, result: bool, nbytes: int, device: str) -> Tensor:
+    memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    if result:
+        return memory
+    rows = nbytes // phase.operands.row_bytes
+    for name, view in RowBuffer(phase.operands, memory).fields(0, rows).items():
+        if name == "lse":
+            view.fill_(math.log(case.tokens) + 0.5)
+        elif name == "delta":
+            view.normal_(std=0.01)
+        else:
+            view.normal_()
+    return memory
+
+
+def rank_ms(case: TaxCase, rank: int, *, copies: bool, repeat: int, **options: Any) -> tuple[float, float]:
+    """Milliseconds of one rank's forward and backward."""
+    made = case.plan(**{name: value for name, value in options.items() if name in ("coalesce", "direction")})
+    ring = LoneRing(rank, case.ranks, made_up_blocks(case, made, "cuda"), copies)
+    q, k, v, dout = _inputs(case, case.tokens_per_rank)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+
+    def attend() -> Tensor:
+        out: Tensor = burst_attention(q, k, v, ring=ring, check="off", **case.options, **options)
+        return out
+
+    forward = median_ms(attend, repeat)
+    out = attend()
+    return forward, median_ms(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), repeat)
+
+
+def _inputs(case: TaxCase, tokens: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    return tuple(torch.randn(1, h, tokens, case.head_dim, device="cuda", dtype=case.dtype) for h in heads)
+
+
+def whole_ms(case: TaxCase, name: str, repeat: int) -> tuple[float, float]:
+    """Milliseconds of one whole attention by a vendor's kernel, forward and backward."""
+    from burst_attention.tiles.vendor import CudnnKernel, FlashKernel
+
+    kernel = {"cudnn": CudnnKernel, "flash": FlashKernel}[name]()
+    q, k, v, dout = _inputs(case, case.tokens)
+    scale = case.head_dim**-0.5
+    out, lse = kernel.attend(q, k, v, case.causal, scale)
+    out, lse = out.contiguous(), lse.contiguous()
+    forward = median_ms(lambda: kernel.attend(q, k, v, case.causal, scale), repeat)
+    return forward, median_ms(lambda: kernel.gradients(dout, q, k, v, out, lse, case.causal, scale), repeat)

@@ -1,0 +1,93 @@
+"""Pieces as a table that a GPU kernel walks: for each block of rows, which ranges of the other side it meets.
+
+An entry is a piece inside one block of rows, with four bounds on the other side. Between `some` and `every` a pair may
+be missing and the kernel compares positions; inside `every` all pairs exist and it does not; outside `some` there is
+nothing, and nothing is visited.
+
+    one block of rows, keys left to right:    . . m m # # # # m . .
+                                                  |   |       | |
+                                         some_first   every   some_last
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_attention.geometry import Piece
+
+ENTRY_FIELDS = 11
+"""some_first, every_first, every_last, some_last, row0, rows, col0, low, high, row_stride, col_stride."""
+
+
+class BlockTable(NamedTuple):
+    """`blocks` (n, 3): row block, first entry, last entry; heaviest first. `entries` (m, ENTRY_FIELDS), int32 both."""
+
+    blocks: Tensor
+    entries: Tensor
+
+
+@lru_cache(maxsize=256)
+def block_table(
+    pieces: tuple[Piece, ...], by_keys: bool, row_block: int, col_block: int, device: torch.device
+) -> BlockTable:
+    """The table of a round's pieces by blocks of query rows, or of key rows, on a device.
+
+    Built once for the same pieces: a plan's rounds come again in every layer and step.
+    """
+    parts = [_entries(_transposed(piece) if by_keys else piece, row_block, col_block) for piece in pieces]
+    owners, entries = torch.cat([owner for owner, _ in parts]), torch.cat([entry for _, entry in parts])
+    order = torch.argsort(owners, stable=True)
+    owners, entries = owners[order], entries[order]
+    blocks, counts = torch.unique_consecutive(owners, return_counts=True)
+    last = counts.cumsum(0)
+    work = torch.zeros(len(blocks), dtype=torch.int64)
+    work.index_add_(0, torch.repeat_interleave(torch.arange(len(blocks)), counts), entries[:, 3] - entries[:, 0])
+    table = torch.stack([blocks, last - counts, last], 1)[torch.argsort(work, descending=True, stable=True)]
+    # From pinned memory the copy would need an event to outlive; a blocking copy happens once per table.
+    return BlockTable(table.int().to(device), entries.int().to(device))
+
+
+def _transposed(piece: Piece) -> Piece:
+    """The same pairs with rows and columns exchanged: low <= r x - c y < high is -high < c y - r x <= -low."""
+    return Piece(
+        piece.k_first, piece.k_count, piece.q_first, piece.q_count,
+        1 - piece.high, 1 - piece.low, piece.k_stride, piece.q_stride,
+    )  # fmt: skip
+
+
+def _entries(piece: Piece, row_block: int, col_block: int) -> tuple[Tensor, Tensor]:
+    """(row block of each entry, entries) of one piece whose rows are cut into blocks."""
+    first, last = piece.q_first // row_block, (piece.q_first + piece.q_count - 1) // row_block + 1
+    blocks = torch.arange(first, last)
+    # Rows of the piece in each block, counted from the piece's first.
+    x0 = (blocks * row_block - piece.q_first).clamp(min=0)
+    x1 = (blocks * row_block + row_block - piece.q_first).clamp(max=piece.q_count) - 1
+    some_first, every_last = _key_range(piece, x0)
+    every_first, some_last = _key_range(piece, x1)
+    # Rows of the block outside the piece see nothing of it, so no pair of columns is seen by every row.
+    whole = x1 - x0 == row_block - 1
+    every_first = torch.where(whole, every_first, some_last)
+    # Whole blocks of columns, counted from the first one visited.
+    steps = -(-(every_first - some_first) // col_block)
+    every_first = torch.minimum(some_first + steps * col_block, some_last)
+    steps = (every_last - every_first).clamp(min=0) // col_block
+    every_last = torch.where(whole, every_first + steps * col_block, every_first)
+    constants = (piece.q_first, piece.q_count, piece.k_first, piece.low, piece.high, piece.q_stride, piece.k_stride)
+    columns = [bound + piece.k_first for bound in (some_first, every_first, every_last, some_last)]
+    columns += [torch.full_like(blocks, value) for value in constants]
+    entries = torch.stack(columns, 1)
+    wanted = some_last > some_first
+    return blocks[wanted], entries[wanted]
+
+
+def _key_range(piece: Piece, x: Tensor) -> tuple[Tensor, Tensor]:
+    """`Piece.key_range` of many rows."""
+    low, high = (
+        torch.div(piece.q_stride * x - bound, piece.k_stride, rounding_mode="floor") + 1
+        for bound in (piece.high, piece.low)
+    )
+    return low.clamp(min=0), high.clamp(max=piece.k_count)

@@ -1,0 +1,162 @@
+"""Our own Triton kernels behind the tile-kernel protocol: every piece, state carried, gradients added in the kernel.
+
+Shapes: B batch, H query heads, G key heads, S query rows, K key rows, D head dim, E value head dim.
+
+Importing this file needs triton; `pick.py` does so only for tensors on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from burst_attention.geometry import Piece
+from burst_attention.merge import State
+from burst_attention.schedule import PhasePlan, Round
+from burst_attention.tiles.block_table import block_table
+from burst_attention.tiles.protocol import BackwardInputs, Gradients, TileKernel
+from burst_attention.tiles.triton_backward import key_gradients_kernel, query_gradients_kernel
+from burst_attention.tiles.triton_forward import forward_kernel
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rows and columns of a program's block, its warps, and how many loads are in flight."""
+
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+def forward_config(head_dim: int, value_dim: int, dtype: torch.dtype) -> Config:
+    """What was fastest on an H200 (docs/benchmarks.md); smaller where fp32 or a wide head needs the room."""
+    wide = max(head_dim, value_dim)
+    if dtype == torch.float32:
+        return Config(64, 32, 4, 2) if wide <= 64 else Config(32, 32, 4, 2)
+    if wide <= 128:
+        return Config(128, 128, 8, 3) if wide <= 64 else Config(128, 64, 8, 3)
+    return Config(128, 64, 8, 2) if wide <= 192 else Config(64, 64, 4, 2)
+
+
+def key_config(head_dim: int, value_dim: int, dtype: torch.dtype) -> Config:
+    """For dk and dv, where a program holds a block of keys."""
+    wide = max(head_dim, value_dim)
+    if dtype == torch.float32:
+        return Config(32, 32, 4, 1)
+    return Config(64, 128, 8, 2) if wide <= 128 else Config(32, 64, 4, 1)
+
+
+def query_config(head_dim: int, value_dim: int, dtype: torch.dtype) -> Config:
+    """For dq, where a program holds a block of queries."""
+    wide = max(head_dim, value_dim)
+    if dtype == torch.float32:
+        return Config(32, 32, 4, 1)
+    return Config(128, 64, 8, 2) if wide <= 128 else Config(64, 32, 4, 1)
+
+
+class TritonKernel(TileKernel):
+    """Any pieces on a GPU, in fp32, bf16 and fp16."""
+
+    name = "triton"
+
+    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
+        return 0
+
+    def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
+        launch_forward(tuple(pieces), q, k, v, state, scale)
+
+    def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
+        gradients.settle()
+        dq, dk, dv = gradients.dq, gradients.dk, gradients.dv
+        if dk is not None or dv is not None:
+            launch_key_gradients(tuple(pieces), x, dk, dv, scale)
+        if dq is not None:
+            launch_query_gradients(tuple(pieces), x, dq, scale)
+
+
+def launch_forward(
+    pieces: tuple[Piece, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State,
+    scale: float,
+    *,
+    load: bool = True,
+    finished: tuple[Tensor, Tensor] | None = None,
+    config: Config | None = None,
+) -> None:
+    """Add pieces to a state, or start one (`load` False), or end one into `finished`, (out, lse)."""
+    head_dim, value_dim = q.shape[3], v.shape[3]
+    config = config or forward_config(head_dim, value_dim, q.dtype)
+    table = block_table(pieces, False, config.block_q, config.block_k, q.device)
+    out, lse = finished or (state.acc, state.peak)
+    one_entry = len(table.blocks) == len(table.entries)
+    forward_kernel[(len(table.blocks), q.shape[0] * q.shape[1])](
+        q, k, v, *state[:3], out, lse, *table,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *state.acc.stride()[:3], *state.peak.stride(),
+        *out.stride()[:3], *lse.stride(), q.shape[1], q.shape[1] // k.shape[1], q.shape[2], scale,
+        BLOCK_Q=config.block_q, BLOCK_K=config.block_k, **_dims(head_dim, value_dim),
+        LOAD=load, FINISH=finished is not None, ONE_ENTRY=one_entry, NEGATIVE=scale < 0, PRECISION=_precision(q.dtype),
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+
+
+def launch_key_gradients(
+    pieces: tuple[Piece, ...],
+    x: BackwardInputs,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    scale: float,
+    *,
+    config: Config | None = None,
+) -> None:
+    """Add pieces to dk and dv, either of which may be unwanted."""
+    head_dim, value_dim = x.q.shape[3], x.v.shape[3]
+    config = config or key_config(head_dim, value_dim, x.q.dtype)
+    table = block_table(pieces, True, config.block_k, config.block_q, x.q.device)
+    some = dk if dk is not None else dv
+    assert some is not None
+    dk_or_any, dv_or_any = dk if dk is not None else some, dv if dv is not None else some
+    key_gradients_kernel[(len(table.blocks), x.k.shape[0] * x.k.shape[1])](
+        x.q, x.k, x.v, x.dout, x.lse, x.delta, dk_or_any, dv_or_any, *table,
+        *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *x.dout.stride()[:3], *x.lse.stride(),
+        *x.delta.stride(), *dk_or_any.stride()[:3], *dv_or_any.stride()[:3],
+        x.k.shape[1], x.q.shape[1] // x.k.shape[1], x.k.shape[2], scale,
+        BLOCK_Q=config.block_q, BLOCK_K=config.block_k, **_dims(head_dim, value_dim),
+        WANT_K=dk is not None, WANT_V=dv is not None, PRECISION=_precision(x.q.dtype),
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+
+
+def launch_query_gradients(
+    pieces: tuple[Piece, ...], x: BackwardInputs, dq: Tensor, scale: float, *, config: Config | None = None
+) -> None:
+    """Add pieces to dq."""
+    head_dim, value_dim = x.q.shape[3], x.v.shape[3]
+    config = config or query_config(head_dim, value_dim, x.q.dtype)
+    table = block_table(pieces, False, config.block_q, config.block_k, x.q.device)
+    query_gradients_kernel[(len(table.blocks), x.q.shape[0] * x.q.shape[1])](
+        x.q, x.k, x.v, x.dout, x.lse, x.delta, dq, *table,
+        *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *x.dout.stride()[:3], *x.lse.stride(),
+        *x.delta.stride(), *dq.stride()[:3],
+        x.q.shape[1], x.q.shape[1] // x.k.shape[1], x.q.shape[2], scale,
+        BLOCK_Q=config.block_q, BLOCK_K=config.block_k, **_dims(head_dim, value_dim),
+        PRECISION=_precision(x.q.dtype), num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+
+
+def _dims(head_dim: int, value_dim: int) -> dict[str, int]:
+    """Head dims as they are, and padded to what a matrix product takes."""
+    padded = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
+    return dict(zip(("DIM", "VALUE_DIM", "D", "E"), (head_dim, value_dim, *padded), strict=True))
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """tf32 would cost fp32 inputs half their digits."""
+    return "ieee" if dtype == torch.float32 else "tf32"

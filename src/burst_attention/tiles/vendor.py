@@ -1,0 +1,159 @@
+"""Vendor kernels through torch's own operators, for pieces that are a full rectangle or a square causal triangle.
+
+Shapes: B batch, H query heads, G key heads, S query rows, K key rows, D head dim, E value head dim.
+
+A piece gives a normalised partial, which waits in the state until a few can be merged in one pass (fused.py). Backward
+wants `out` but uses only its row sums with dout, so visiting queries bring delta and get a stand-in for out.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_attention.geometry import Piece
+from burst_attention.merge import MAX_PARTIALS, Partial, State
+from burst_attention.schedule import PhasePlan, Round
+from burst_attention.tiles.cpu_flash import STAND_IN_TERMS
+from burst_attention.tiles.fused import merge_partials, stand_in_for_out
+from burst_attention.tiles.protocol import GRADIENTS, BackwardInputs, Gradients, TileKernel
+
+Saved = tuple[Any, ...]
+
+
+class VendorKernel(TileKernel):
+    """Full and causal pieces by one of torch's operators."""
+
+    defers = True
+
+    def serves(self, piece: Piece) -> bool:
+        return piece.is_full or (piece.is_causal and piece.q_count == piece.k_count)
+
+    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
+        """Partials that wait, or backward's stand-in for out and its three gradients before they are added."""
+        shapes = phase.shapes
+        size = shapes.dtype.itemsize
+        queries = max(piece.q_count for piece in step.pieces) * shapes.batch * shapes.heads
+        keys = max(piece.k_count for piece in step.pieces) * shapes.batch * shapes.kv_heads
+        if phase.phase == "forward":
+            return queries * (MAX_PARTIALS * (shapes.value_dim * size + 4))
+        query_side = shapes.head_dim + (2 * shapes.value_dim if visiting and phase.direction == "query" else 0)
+        return (queries * query_side + keys * (shapes.head_dim + shapes.value_dim)) * size
+
+    def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
+        for piece in pieces:
+            queries, keys = rows_of(piece)
+            out, lse = self.attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], not piece.is_full, scale)
+            add_partial(state, Partial(piece.q_first, out, lse))
+
+    def finish(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return finish_deferred(state, dtype)
+
+    def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
+        for piece in pieces:
+            queries, keys = rows_of(piece)
+            dout, q, lse = (part[:, :, queries] for part in (x.dout, x.q, x.lse))
+            if x.out is None:
+                out = stand_in_for_out(dout, x.delta[:, :, queries], STAND_IN_TERMS)
+            else:
+                out = x.out[:, :, queries]
+            parts = self.gradients(
+                dout, q, x.k[:, :, keys], x.v[:, :, keys], out, lse.contiguous(), not piece.is_full, scale
+            )
+            for name, part, where in zip(GRADIENTS, parts, (queries, keys, keys), strict=True):
+                gradients.add(name, where, part)
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """(out, lse) of one piece."""
+
+    @abstractmethod
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of one piece, from the lse of the whole rows."""
+
+
+class CudnnKernel(VendorKernel):
+    """cuDNN's attention, as torch's operators call it."""
+
+    name = "cudnn"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=scale
+        )
+        return out, lse.reshape(lse.shape[:3])
+
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # The operator ignores the strides of out and dout: anything but (B, H, S, D) in memory gives wrong gradients.
+        dout, out = dout.contiguous(), out.contiguous()
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
+            scale=scale,
+        )  # fmt: skip
+        return found
+
+
+class FlashKernel(VendorKernel):
+    """The flash operator: FlashAttention-2 as torch ships it, or what `activate_flash_attention_impl` put under it."""
+
+    name = "flash"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        return out, lse
+
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[0], scale=scale
+        )
+        return found
+
+
+def rows_of(piece: Piece) -> tuple[slice, slice]:
+    """A piece's query rows and key rows."""
+    return (
+        slice(piece.q_first, piece.q_first + piece.q_count),
+        slice(piece.k_first, piece.k_first + piece.k_count),
+    )
+
+
+def add_partial(state: State, partial: Partial) -> None:
+    """Leave a partial to be merged with others, or merge it now into a state that does not defer."""
+    if state.deferred is None:
+        rows = state.rows(partial.first, partial.first + partial.out.shape[2])
+        merge_partials(rows, [partial._replace(first=0)], load=True)
+        return
+    if len(state.deferred.partials) == MAX_PARTIALS:
+        settle(state)
+    state.deferred.partials.append(partial)
+
+
+def settle(state: State) -> None:
+    """Bring a state's tensors up to date, for a kernel that continues them."""
+    if state.deferred is None:
+        return
+    if state.deferred.untouched or state.deferred.partials:
+        merge_partials(state, state.deferred.partials, load=not state.deferred.untouched)
+    state.deferred.untouched = False
+    state.deferred.partials.clear()
+
+
+def finish_deferred(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(out, lse), with what was deferred merged in the same pass."""
+    out = torch.empty(state.acc.shape, dtype=dtype, device=state.acc.device)
+    lse = torch.empty_like(state.peak)
+    waiting = state.deferred.partials if state.deferred else []
+    merge_partials(state, waiting, load=not (state.deferred and state.deferred.untouched), finished=(out, lse))
+    return out, lse
