@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from burst_attention.ring.lone import LoneRing
 from burst_attention.schedule import PhasePlan, Plan
 
 WARM_UPS = 3
+HEAD_START_CYCLES = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,16 @@ class TaxCase:
 
 
 def median_ms(run: Callable[[], Any], repeat: int) -> float:
-    """Median milliseconds on the device, each repetition between its own events."""
+    """Median milliseconds on the device, each repetition between its own events.
+
+    The device is kept busy before each, so that launches are enqueued ahead as they are in the middle of a training
+    step; `host_ms` says what they cost the host.
+    """
     for _ in range(WARM_UPS):
         run()
     times = []
     for _ in range(repeat):
+        torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         run()
@@ -69,6 +76,17 @@ def median_ms(run: Callable[[], Any], repeat: int) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
     return float(statistics.median(times))
+
+
+def host_ms(run: Callable[[], Any], repeat: int) -> float:
+    """Median milliseconds until a call returns to the host, with nothing on the device to wait for."""
+    times = []
+    for _ in range(repeat):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(times)
 
 
 def made_up_blocks(case: TaxCase, made: Plan, device: str) -> Callable[[str, int], Tensor]:
@@ -106,8 +124,8 @@ def _made_up_block(case: TaxCase, phase: PhasePlan, result: bool, nbytes: int, d
     return memory
 
 
-def rank_ms(case: TaxCase, rank: int, *, copies: bool, repeat: int, **options: Any) -> tuple[float, float]:
-    """Milliseconds of one rank's forward and backward."""
+def rank_ms(case: TaxCase, rank: int, *, copies: bool, repeat: int, **options: Any) -> dict[str, float]:
+    """Milliseconds of one rank's forward and backward, on the device and on the host."""
     made = case.plan(**{name: value for name, value in options.items() if name in ("coalesce", "direction")})
     ring = LoneRing(rank, case.ranks, made_up_blocks(case, made, "cuda"), copies)
     q, k, v, dout = _inputs(case, case.tokens_per_rank)
@@ -117,9 +135,14 @@ def rank_ms(case: TaxCase, rank: int, *, copies: bool, repeat: int, **options: A
         out: Tensor = burst_attention(q, k, v, ring=ring, check="off", **case.options, **options)
         return out
 
+    def differentiate() -> Any:
+        return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
     forward = median_ms(attend, repeat)
     out = attend()
-    return forward, median_ms(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), repeat)
+    backward = median_ms(differentiate, repeat)
+    return {"forward": forward, "backward": backward, "forward_host": host_ms(attend, repeat),
+            "backward_host": host_ms(differentiate, repeat)}  # fmt: skip
 
 
 def _inputs(case: TaxCase, tokens: int) -> tuple[Tensor, ...]:

@@ -10,20 +10,18 @@ kernel call, and several blocks are computed as one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
-from burst_attention.geometry import Piece, Rows, count_rows, row_offset
+from burst_attention.geometry import Piece, count_rows, row_offset
 from burst_attention.merge import State, clear, merge, normalise
 from burst_attention.ring import Parcel, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer, make_bundle
 from burst_attention.schedule.plan import OPERAND, RESULT
-from burst_attention.tiles import GRADIENTS, BackwardInputs, Gradients, TileKernel
+from burst_attention.tiles import GRADIENTS, Accumulator, BackwardInputs, Gradients, TileKernel
 
 CHANNELS = {OPERAND: 0, RESULT: 1}
-
-Compute = Callable[[tuple[Piece, ...], Mapping[str, Tensor]], None]
 
 
 class RowBuffer:
@@ -51,6 +49,67 @@ class RowBuffer:
         return views
 
 
+def state_of(fields: Mapping[str, Tensor]) -> State:
+    return State(fields["acc"], fields["peak"], fields["total"])
+
+
+class ForwardWork:
+    """How forward computes pieces and merges results: a state at home, and one for visiting queries."""
+
+    def __init__(self, kernel: TileKernel, scale: float, home: State) -> None:
+        self.kernel, self.scale, self.home = kernel, scale, home
+
+    def compute(self, pieces: tuple[Piece, ...], x: Mapping[str, Tensor]) -> None:
+        """Add pieces to home's state, or begin that of visiting queries."""
+        state = self.home
+        if x["acc"] is not self.home.acc:
+            state = state_of(x)
+            clear(state)
+        self.kernel.forward(pieces, x["q"], x["k"], x["v"], state, self.scale)
+
+    def combine(self, first: int, arrived: Mapping[str, Tensor], at_home: bool, visiting: Mapping[str, Tensor]) -> None:
+        """Merge a partial state that has arrived, from row `first` on."""
+        mine = self.home if at_home else state_of(visiting)
+        merge(mine.rows(first, first + arrived["acc"].shape[2]), state_of(arrived))
+
+    def settle(self) -> None:
+        """Nothing waits: states that travel are merged at once."""
+
+
+class BackwardWork:
+    """How backward computes pieces and adds results: gradients grow at home; visiting ones are begun every round."""
+
+    def __init__(self, kernel: TileKernel, scale: float, home: Mapping[str, Accumulator]) -> None:
+        self.kernel, self.scale, self.home = kernel, scale, home
+        self.visiting: dict[str, Accumulator] = {}
+
+    def compute(self, pieces: tuple[Piece, ...], x: Mapping[str, Tensor]) -> None:
+        """Add pieces to home's gradients and, for visiting tensors, to new ones."""
+        inputs = BackwardInputs(x["dout"], x["q"], x["k"], x["v"], x["lse"], x["delta"], x.get("out"))
+        self.visiting = {
+            name: Accumulator(x[name], self.kernel.sum_parts)
+            for name in GRADIENTS
+            if name in x and (name not in self.home or x[name] is not self.home[name].tensor)
+        }
+        here = {name: total for name, total in self.home.items() if name in x} | self.visiting
+        self.kernel.backward(pieces, inputs, Gradients(*(here.get(name) for name in GRADIENTS)), self.scale)
+
+    def combine(self, first: int, arrived: Mapping[str, Tensor], at_home: bool, visiting: Mapping[str, Tensor]) -> None:
+        """Add gradients that have arrived, from row `first` on."""
+        for name, part in arrived.items():
+            (self.home if at_home else self.visiting)[name].add(first, part, borrowed=True)
+
+    def settle(self) -> None:
+        """Take in what waits in buffers that the next round will use again."""
+        for total in self.visiting.values():
+            total.settle()
+        for total in self.home.values():
+            total.settle(borrowed_only=True)
+
+
+Work = ForwardWork | BackwardWork
+
+
 class PhaseRun:
     """One rank's run of one phase plan."""
 
@@ -59,12 +118,9 @@ class PhaseRun:
         plan: PhasePlan,
         ring: Ring,
         home: dict[str, Tensor],
-        compute: Compute,
-        settle: Callable[[], None] | None = None,
+        work: Work,
     ) -> None:
-        self.plan, self.ring, self.home, self.compute = plan, ring, home, compute
-        # Called before results of others are added to home's, which home itself may not have written to yet.
-        self.settle = settle
+        self.plan, self.ring, self.home, self.work = plan, ring, home, work
         self.rounds = plan.rounds[ring.rank]
         # Backward's out belongs to home's queries and does not travel with visiting ones: delta stands for it.
         self.staying = {name: x for name, x in home.items() if name != "out" or plan.direction == "kv"}
@@ -110,6 +166,7 @@ class PhaseRun:
         for transfer in step.receives:
             if transfer.channel == RESULT:
                 self._combine(transfer, step)
+        self.work.settle()
         if self.plan.results.fields and step.row_count:
             self._turn_over(step)
 
@@ -120,7 +177,11 @@ class PhaseRun:
         """Pack the rows of its own block that this rank sends now, once whoever gets them."""
         rows = self.plan.packed_at_home(self.ring.rank, step)
         for name, view in self._packing(step).fields(0, count_rows(rows)).items() if rows else ():
-            copy_rows(view, self.home[name], rows)
+            offset = 0
+            for first, last in rows:
+                part = view[:, :, offset : offset + last - first]
+                self.work.kernel.copy(part, self.home[name][:, :, first:last])
+                offset += last - first
 
     def _packing(self, step: Round) -> RowBuffer:
         return self.slots[0 if step.index == 0 else 2]
@@ -154,26 +215,23 @@ class PhaseRun:
         if not step.pieces:
             return
         if not step.row_count:
-            self.compute(step.pieces, self.home)
+            self.work.compute(step.pieces, self.home)
             return
         visiting = self.slots[step.index % 2].fields(0, step.row_count)
         if self.plan.results.fields:
             visiting |= self.computing.fields(0, step.row_count)
-        self.compute(step.pieces, {**self.staying, **visiting})
+        self.work.compute(step.pieces, {**self.staying, **visiting})
 
     def _combine(self, transfer: Transfer, step: Round) -> None:
         """Add results that have arrived: to home's own, or to those just computed for the same block."""
         arrived = self.receiving.fields(self._arrival(transfer, step), transfer.row_count)
         at_home = transfer.block == self.ring.rank
-        if at_home and self.settle is not None:
-            self.settle()
-        target = self.home if at_home else self.computing.fields(0, step.row_count)
+        visiting = {} if at_home else self.computing.fields(0, step.row_count)
         offset = 0
         for first, last in transfer.rows:
             start = first if at_home else step.offset(transfer.block, first)
-            mine = {name: target[name][:, :, start : start + last - first] for name in arrived}
-            theirs = {name: view[:, :, offset : offset + last - first] for name, view in arrived.items()}
-            add_results(mine, theirs)
+            part = {name: view[:, :, offset : offset + last - first] for name, view in arrived.items()}
+            self.work.combine(start, part, at_home, visiting)
             offset += last - first
 
     def _turn_over(self, step: Round) -> None:
@@ -187,51 +245,3 @@ class PhaseRun:
             normalise(state_of(views))
         for name, view in self.sending.fields(0, step.row_count).items():
             view.copy_(views[name])
-
-
-def copy_rows(target: Tensor, source: Tensor, rows: Rows) -> None:
-    """Pack some rows of a home tensor, one range after the other."""
-    offset = 0
-    for first, last in rows:
-        target[:, :, offset : offset + last - first].copy_(source[:, :, first:last])
-        offset += last - first
-
-
-def state_of(fields: Mapping[str, Tensor]) -> State:
-    return State(fields["acc"], fields["peak"], fields["total"])
-
-
-def add_results(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-    """Merge states, or add gradients, in place."""
-    if "acc" in mine:
-        merge(state_of(mine), state_of(theirs))
-        return
-    for name, view in mine.items():
-        view.add_(theirs[name])
-
-
-def forward_compute(kernel: TileKernel, scale: float, home: State) -> Compute:
-    """How a round's pieces are computed in forward, for home's queries or for visiting ones."""
-
-    def compute(pieces: tuple[Piece, ...], x: Mapping[str, Tensor]) -> None:
-        state = home
-        if x["acc"] is not home.acc:
-            state = state_of(x)
-            clear(state)
-        kernel.forward(pieces, x["q"], x["k"], x["v"], state, scale)
-
-    return compute
-
-
-def backward_compute(kernel: TileKernel, scale: float, home: Gradients) -> Compute:
-    """How a round's pieces are computed in backward: home's gradients grow, visiting ones are begun anew."""
-
-    def compute(pieces: tuple[Piece, ...], x: Mapping[str, Tensor]) -> None:
-        inputs = BackwardInputs(x["dout"], x["q"], x["k"], x["v"], x["lse"], x["delta"], x.get("out"))
-        wanted = {name: x.get(name) for name in GRADIENTS}
-        visiting = {name for name, tensor in wanted.items() if tensor is not getattr(home, name)}
-        gradients = Gradients(**wanted, untouched=visiting | home.untouched)
-        kernel.backward(pieces, inputs, gradients, scale)
-        home.untouched &= gradients.untouched | visiting
-
-    return compute

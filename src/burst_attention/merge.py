@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_PARTIALS = 4
-"""Partials that wait to be merged at once, whatever the number of ranks."""
+MAX_PARTIALS = 5
+"""Partials that wait to be merged or added at once, whatever the number of ranks."""
 
 
 class Partial(NamedTuple):

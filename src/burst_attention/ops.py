@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from burst_attention.agreement import LocalCall, agree, shapes_of
-from burst_attention.engine import PhaseRun, backward_compute, forward_compute
+from burst_attention.engine import BackwardWork, ForwardWork, PhaseRun
 from burst_attention.merge import Deferred, State, clear
 from burst_attention.options import WIRE_DTYPES, Options, parse_options
 from burst_attention.ring import Ring, ring_named
 from burst_attention.schedule import PhasePlan, Plan, build_plan
-from burst_attention.tiles import Gradients, TileKernel, TileRequest, pick_kernel
+from burst_attention.tiles import Accumulator, TileKernel, TileRequest, pick_kernel
 
 FORWARD, BACKWARD = "burst_attention::forward", "burst_attention::backward"
 torch.library.define(FORWARD, "(Tensor q, Tensor k, Tensor v, str options, str ring) -> (Tensor, Tensor)")
@@ -82,7 +82,7 @@ def _forward(
     if state.deferred is None:
         clear(state)
     home = {"q": q, "k": k, "v": v, "acc": state.acc, "peak": state.peak, "total": state.total}
-    PhaseRun(plan.forward, ring, home, forward_compute(kernel, options.scale, state)).run()
+    PhaseRun(plan.forward, ring, home, ForwardWork(kernel, options.scale, state)).run()
     return kernel.finish(state, q.dtype)
 
 
@@ -111,16 +111,17 @@ def _gradients(
     accumulate = plan.shapes.accumulate_dtype
     home = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
     home["delta"] = kernel.row_delta(out, dout, dlse, accumulate)
-    gradients = {f"d{name}": torch.empty(x.shape, dtype=accumulate, device=x.device)
-                 for name, x in (("q", q), ("k", k), ("v", v)) if name in needs}  # fmt: skip
-    home |= gradients
-    totals = Gradients(home.get("dq"), home.get("dk"), home.get("dv"), untouched=set(gradients))
-    PhaseRun(plan, ring, home, backward_compute(kernel, scale, totals), totals.settle).run()
-    totals.settle()
+    totals = {
+        f"d{name}": Accumulator(torch.empty(x.shape, dtype=accumulate, device=x.device), kernel.sum_parts)
+        for name, x in (("q", q), ("k", k), ("v", v))
+        if name in needs
+    }
+    home |= {name: total.tensor for name, total in totals.items()}
+    PhaseRun(plan, ring, home, BackwardWork(kernel, scale, totals)).run()
     nothing = q.new_empty(0)
     # Each accumulator goes as soon as it is cast.
-    del totals, gradients
-    dq, dk, dv = (home.pop(f"d{name}").to(q.dtype) if name in needs else nothing.clone() for name in "qkv")
+    home.clear()
+    dq, dk, dv = (totals.pop(f"d{name}").finish(q.dtype) if name in needs else nothing.clone() for name in "qkv")
     return dq, dk, dv
 
 

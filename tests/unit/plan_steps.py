@@ -1,14 +1,93 @@
-"""Every step and transfer of a plan is listed here, for tests that look at all of them."""
+"""Random cases to plan, and what a plan's rounds hold, listed row by row with sets for tests that look at all of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from burst_attention import Plan
-from burst_attention.schedule import PhasePlan, Round, Transfer
+import numpy as np
+from hypothesis import strategies as st
+
+from burst_attention import Layout, Mask, Plan, blocks, plan
+from burst_attention.geometry import Piece
+from burst_attention.schedule import PhasePlan, Round, Transfer, Visit
+from tests.unit.oracle import Dense, MaskCase, masks, row_list
 
 DIRECTIONS = ("kv", "query")
 PHASES = ("forward", "backward")
+COALESCE = (1, 2, 3)
+
+
+class Case(NamedTuple):
+    """Layouts of queries and keys, a mask, the pairs it allows by global positions, and blocks per round."""
+
+    mask: Mask
+    allowed: Dense
+    layout: Layout
+    key_layout: Layout
+    coalesce: int
+
+    def plan(self, direction: str, requires_grad: str = "qkv") -> Plan:
+        return plan(
+            self.layout.tokens,
+            self.layout.ring_size,
+            heads=2,
+            head_dim=8,
+            mask=self.mask,
+            layout=self.layout,
+            key_layout=self.key_layout,
+            direction=direction,
+            forward_direction=direction,
+            requires_grad=requires_grad,
+            coalesce=self.coalesce,
+        )
+
+    @property
+    def has_tight_pieces(self) -> bool:
+        """Whether pieces have unit strides, after dividing out equal ones, and so touch no row without a pair."""
+        striped = "striped" in (self.layout.name, self.key_layout.name)
+        return not striped or self.layout.name == self.key_layout.name or self.layout.ring_size == 1
+
+
+@st.composite
+def layouts(draw: st.DrawFn, tokens: int, start: int, ring_size: int, mask: Mask) -> Layout:
+    name = draw(st.sampled_from(["contiguous", "zigzag", "striped", "balanced"]))
+    if name == "balanced":
+        return Layout.balanced(tokens, ring_size, mask, start)
+    return Layout(name, tokens, ring_size, start)
+
+
+@st.composite
+def patchy_masks(draw: st.DrawFn, size: int) -> MaskCase:
+    """Few and small blocks, so that a rank needs rows of another here and there."""
+    count = -(-size // 2)
+    matrix = np.random.default_rng(draw(st.integers(0, 999))).random((count, count)) < 0.2
+    i, j = np.indices((size, size))
+    return blocks(matrix, 2), matrix[i // 2, j // 2]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Self-attention, or cross-attention with other lengths, starts and layouts; shards may be empty."""
+    ring_size = draw(st.integers(1, 7))
+    patchy = draw(st.integers(0, 2)) == 0
+    lengths = st.integers(30, 60) if patchy else st.one_of(st.integers(0, 8), st.integers(6, 40))
+    tokens, start = draw(lengths), draw(st.sampled_from([0, 0, 3]))
+    crossed = draw(st.booleans())
+    key_tokens, key_start = (draw(lengths), draw(st.sampled_from([0, 0, 4]))) if crossed else (tokens, start)
+    size = max(start + tokens, key_start + key_tokens, 1)
+    mask, allowed = draw(patchy_masks(size) if patchy else masks(size))
+    layout = draw(layouts(tokens, start, ring_size, mask))
+    key_layout = draw(layouts(key_tokens, key_start, ring_size, mask)) if crossed else layout
+    return Case(mask, allowed, layout, key_layout, draw(st.sampled_from(COALESCE)))
+
+
+def shard_tables(case: Case) -> list[list[Dense]]:
+    """The allowed pairs in local rows, by query rank and key rank."""
+    ranks = range(case.layout.ring_size)
+    return [
+        [case.allowed[np.ix_(case.layout.positions(q), case.key_layout.positions(k))] for k in ranks] for q in ranks
+    ]
 
 
 def phases(made: Plan) -> tuple[PhasePlan, PhasePlan]:
@@ -20,5 +99,36 @@ def steps(phase: PhasePlan) -> Iterator[tuple[int, Round]]:
     return ((rank, step) for rank, rounds in enumerate(phase.rounds) for step in rounds)
 
 
+def visits(phase: PhasePlan) -> Iterator[tuple[int, Round, Visit]]:
+    return ((rank, step, visit) for rank, step in steps(phase) for visit in step.visits)
+
+
+def away(phase: PhasePlan) -> Iterator[tuple[int, Round, Visit]]:
+    """Visits of blocks to ranks that are not their home."""
+    return ((rank, step, visit) for rank, step, visit in visits(phase) if visit.block != rank)
+
+
 def sent(phase: PhasePlan, channel: str) -> list[Transfer]:
     return [transfer for _, step in steps(phase) for transfer in step.sends if transfer.channel == channel]
+
+
+def sides(phase: PhasePlan, rank: int, block: int) -> tuple[int, int]:
+    """(query rank, key rank) of the pieces that a rank computes with a block."""
+    return (rank, block) if phase.direction == "kv" else (block, rank)
+
+
+def moving(phase: PhasePlan, piece: Piece) -> range:
+    """The rows of the moving side that a piece touches."""
+    if phase.direction == "kv":
+        return range(piece.k_first, piece.k_first + piece.k_count)
+    return range(piece.q_first, piece.q_first + piece.q_count)
+
+
+def touched(phase: PhasePlan, visit: Visit) -> set[int]:
+    """The rows of a block that a visit's pieces compute with."""
+    return {row for piece in visit.pieces for row in moving(phase, piece)}
+
+
+def buffer_of(step: Round) -> list[tuple[int, int]]:
+    """(block, row) in every place of the buffer of visiting blocks."""
+    return [(visit.block, row) for visit in step.visits for row in row_list(visit.rows)]

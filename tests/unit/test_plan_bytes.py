@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from burst_attention import Layout, Mask, Plan, blocks, causal, documents, full, plan, prefix, window
-
-PHASES = ("forward", "backward")
-DIRECTIONS = ("kv", "query")
+from tests.unit.plan_steps import COALESCE, DIRECTIONS, PHASES
 
 query, key = np.indices((48, 48))
 document = np.repeat([0, 1, 2], [20, 9, 19])
@@ -85,6 +84,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         "wire_dtype": draw(st.sampled_from([None, torch.bfloat16, torch.float32])),
         "layout": draw(st.sampled_from(["contiguous", "zigzag", "striped"])),
         "key_layout": draw(st.sampled_from([None, "contiguous", "zigzag", "striped"])),
+        "coalesce": draw(st.sampled_from(COALESCE)),
     }
 
 
@@ -181,14 +181,17 @@ def test_bytes_of_a_zigzag_causal_pair_in_fp64(direction: str, forward: list[int
     assert sent(made, "backward") == backward
 
 
+@pytest.mark.parametrize("coalesce", COALESCE)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("ring_size", [2, 4, 8])
-def test_causal_zigzag_needs_three_quarters_of_the_full_bytes_in_forward(ring_size: int) -> None:
-    """Ranks after a block's home need half of it, ranks before it all: sent the right way round, 3/4 on average."""
-    options = {"heads": 4, "head_dim": 64, "layout": "zigzag"}
-    whole = sum(sent(forced("kv", 64 * ring_size, ring_size, **options), "forward"))
-    causal_bytes = sum(sent(forced("kv", 64 * ring_size, ring_size, mask=causal(), **options), "forward"))
-    assert causal_bytes == 0.75 * whole
-    assert whole == ring_size * (ring_size - 1) * 64 * 2 * 4 * 64 * 2
+def test_causal_zigzag_needs_three_quarters_of_the_full_bytes(ring_size: int, direction: str, coalesce: int) -> None:
+    """On one side of the diagonal a rank needs half of a block, on the other all of it, and gets no row more."""
+    options = {"heads": 4, "head_dim": 64, "layout": "zigzag", "coalesce": coalesce}
+    whole = forced(direction, 64 * ring_size, ring_size, **options)
+    lower = forced(direction, 64 * ring_size, ring_size, mask=causal(), **options)
+    for phase in PHASES:
+        assert sum(sent(lower, phase)) == 0.75 * sum(sent(whole, phase))
+    assert direction == "query" or sum(sent(whole, "forward")) == ring_size * (ring_size - 1) * 64 * 2 * 4 * 64 * 2
 
 
 def padded(size: int) -> int:
@@ -234,10 +237,33 @@ def test_bytes_are_rows_times_padded_fields(
             assert made.bytes_sent(rank, phase) == expected
 
 
-def test_full_attention_sends_every_block_once_round_the_ring() -> None:
+@settings(deadline=None, derandomize=True, max_examples=120)
+@given(calls(), st.sampled_from(MASKS), st.sampled_from(["qkv", "q", "k", "kv", "v"]), st.sampled_from(DIRECTIONS))
+def test_bytes_are_those_of_rows_with_allowed_pairs(
+    call: dict[str, Any], case: tuple[Mask, np.ndarray], requires_grad: str, direction: str
+) -> None:
+    """From the mask's table alone: each rank gets, and gives back, the rows of every other that its own rows meet.
+
+    Stripes next to another layout are left out: pieces with two strides may hold rows that meet nothing.
+    """
+    key_layout = call["key_layout"] or call["layout"]
+    assume(call["layout"] == key_layout or "striped" not in (call["layout"], key_layout))
+    made = forced(direction, **call, mask=case[0], requires_grad=requires_grad)
+    rows = 0
+    for q_rank, k_rank in itertools.permutations(range(call["ring_size"]), 2):
+        meets = case[1][np.ix_(made.layout.positions(q_rank), made.key_layout.positions(k_rank))]
+        rows += int(meets.any(0 if direction == "kv" else 1).sum())
+    per_row = row_bytes(call, requires_grad)
+    for phase in PHASES:
+        expected = rows * (per_row[phase, direction, "operand"] + per_row[phase, direction, "result"])
+        assert sum(sent(made, phase)) == expected
+
+
+@pytest.mark.parametrize("coalesce", COALESCE)
+def test_full_attention_sends_every_block_once_round_the_ring(coalesce: int) -> None:
     """Each rank sends W - 1 blocks of 16 rows; in backward as many results."""
     for ring_size in (1, 2, 3, 5):
-        made = forced("kv", 16 * ring_size, ring_size, heads=1, head_dim=16, dtype=torch.float32)
+        made = forced("kv", 16 * ring_size, ring_size, heads=1, head_dim=16, dtype=torch.float32, coalesce=coalesce)
         assert sent(made, "forward") == [(ring_size - 1) * 16 * 128] * ring_size
         assert sent(made, "backward") == [(ring_size - 1) * 16 * 256] * ring_size
 
@@ -348,6 +374,8 @@ def test_imbalance_is_that_of_the_worse_phase() -> None:
         ({"forward_direction": "both"}, "forward_direction"),
         ({"requires_grad": "qx"}, "requires_grad"),
         ({"requires_grad": True}, "requires_grad"),
+        ({"coalesce": 0}, "coalesce"),
+        ({"coalesce": 9}, "coalesce"),
         ({"mask": "causal"}, "mask"),
         ({"layout": "diagonal"}, "layout"),
         ({"layout": "balanced"}, "Layout.balanced"),

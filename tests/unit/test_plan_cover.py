@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import NamedTuple
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
@@ -11,77 +10,43 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burst_attention import Layout, Mask, Plan, blocks, causal, documents, plan, prefix, window
-from burst_attention.geometry import Piece, Rows, unite_rows
-from burst_attention.schedule import PhasePlan, Round, Transfer, simulate
-from tests.unit.oracle import Dense, masks, piece_table, row_list
-from tests.unit.plan_steps import DIRECTIONS, PHASES, phases, sent, steps
+from burst_attention import Layout, blocks, causal, documents, plan, prefix, window
+from burst_attention.geometry import Piece
+from burst_attention.schedule import PhasePlan, Transfer, simulate
+from tests.unit.oracle import piece_table, row_list
+from tests.unit.plan_steps import (
+    COALESCE,
+    DIRECTIONS,
+    PHASES,
+    Case,
+    away,
+    buffer_of,
+    cases,
+    phases,
+    sent,
+    shard_tables,
+    sides,
+    steps,
+    touched,
+    visits,
+)
+
+Needs = dict[tuple[int, int], set[int]]
+"""needs[block, rank]: the rows of a block that a rank, not its home, computes with."""
 
 
-class Case(NamedTuple):
-    """Layouts of queries and keys, a mask, and the pairs it allows by global positions."""
-
-    mask: Mask
-    allowed: Dense
-    layout: Layout
-    key_layout: Layout
-
-    def plan(self, direction: str, requires_grad: str = "qkv") -> Plan:
-        return plan(
-            self.layout.tokens,
-            self.layout.ring_size,
-            heads=2,
-            head_dim=8,
-            mask=self.mask,
-            layout=self.layout,
-            key_layout=self.key_layout,
-            direction=direction,
-            forward_direction=direction,
-            requires_grad=requires_grad,
-        )
+def needs_of(phase: PhasePlan) -> Needs:
+    return {(visit.block, rank): touched(phase, visit) for rank, _, visit in away(phase)}
 
 
-@st.composite
-def layouts(draw: st.DrawFn, tokens: int, start: int, ring_size: int, mask: Mask) -> Layout:
-    name = draw(st.sampled_from(["contiguous", "zigzag", "striped", "balanced"]))
-    if name == "balanced":
-        return Layout.balanced(tokens, ring_size, mask, start)
-    return Layout(name, tokens, ring_size, start)
+def neighbour(phase: PhasePlan, block: int, rank: int, rounds: int) -> int | None:
+    """The rank that has a block some rounds after this rank, or before it; None where that would be home or beyond.
 
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Self-attention, or cross-attention with other lengths, starts and layouts; shards may be empty."""
-    ring_size = draw(st.integers(1, 6))
-    lengths = st.one_of(st.integers(0, 8), st.integers(6, 40))
-    tokens, start = draw(lengths), draw(st.sampled_from([0, 0, 3]))
-    crossed = draw(st.booleans())
-    key_tokens, key_start = (draw(lengths), draw(st.sampled_from([0, 0, 4]))) if crossed else (tokens, start)
-    size = max(start + tokens, key_start + key_tokens, 1)
-    mask, allowed = draw(masks(size))
-    layout = draw(layouts(tokens, start, ring_size, mask))
-    key_layout = draw(layouts(key_tokens, key_start, ring_size, mask)) if crossed else layout
-    return Case(mask, allowed, layout, key_layout)
-
-
-def sides(phase: PhasePlan, rank: int, step: Round) -> tuple[int, int]:
-    """(query rank, key rank) of a round's pieces."""
-    return (rank, step.block) if phase.direction == "kv" else (step.block, rank)
-
-
-def moving(phase: PhasePlan, piece: Piece) -> tuple[int, int]:
-    """The rows [first, last) of the moving side that a piece touches."""
-    if phase.direction == "kv":
-        return piece.k_first, piece.k_first + piece.k_count
-    return piece.q_first, piece.q_first + piece.q_count
-
-
-def shard_tables(case: Case) -> list[list[Dense]]:
-    """The allowed pairs in local rows, by query rank and key rank."""
-    ranks = range(case.layout.ring_size)
-    return [
-        [case.allowed[np.ix_(case.layout.positions(q), case.key_layout.positions(k))] for k in ranks] for q in ranks
-    ]
+    A block goes round the ring `coalesce` ranks per round, so each of its visitors has one before and one after it.
+    """
+    ring = phase.topology
+    distance = (rank - block) * ring.step % ring.size + rounds * ring.coalesce
+    return (block + ring.step * distance) % ring.size if 0 < distance < ring.size else None
 
 
 @settings(deadline=None, derandomize=True, max_examples=250)
@@ -91,9 +56,9 @@ def test_pieces_cover_each_allowed_pair_once_and_the_plan_can_run(case: Case, di
     for phase in phases(case.plan(direction)):
         assert phase.direction == direction
         counts = [[np.zeros(table.shape, int) for table in row] for row in tables]
-        for rank, step in steps(phase):
-            q_rank, k_rank = sides(phase, rank, step)
-            for piece in step.pieces:
+        for rank, _, visit in visits(phase):
+            q_rank, k_rank = sides(phase, rank, visit.block)
+            for piece in visit.pieces:
                 counts[q_rank][k_rank] += piece_table(piece, *counts[q_rank][k_rank].shape)
         for count_row, table_row in zip(counts, tables, strict=True):
             for count, table in zip(count_row, table_row, strict=True):
@@ -114,83 +79,135 @@ def test_plans_of_some_gradients_can_run(case: Case, direction: str, requires_gr
 
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(cases(), st.sampled_from(DIRECTIONS))
-def test_no_piece_row_or_hop_is_needless(case: Case, direction: str) -> None:
+def test_no_piece_or_visit_is_needless(case: Case, direction: str) -> None:
     for phase in phases(case.plan(direction)):
-        visits = Counter()
-        for rank, step in steps(phase):
-            visits[rank, step.block] += bool(step.pieces) and rank != step.block
-            for piece in step.pieces:
+        seen = Counter((visit.block, rank) for rank, _, visit in away(phase))
+        assert set(seen.values()) <= {1}, "a block visits a rank once"
+        for rank, step, visit in visits(phase):
+            if visit.block == rank:
+                assert visit.rows == () and len(step.visits) == 1
+                assert step.index in (0, len(phase.rounds[rank]) - 1)
+            else:
+                distance = (rank - visit.block) * phase.topology.step % phase.topology.size
+                assert visit.pieces and (step.index - 1) * phase.topology.coalesce < distance
+                assert distance <= step.index * phase.topology.coalesce
+                assert row_list(visit.rows) == sorted(touched(phase, visit))
+            for piece in visit.pieces:
                 assert piece.pairs > 0
                 if piece.q_stride == piece.k_stride == 1:
                     x, y = np.indices((piece.q_count, piece.k_count))
                     inside = (piece.low <= x - y) & (x - y < piece.high)
                     assert inside.any(0).all() and inside.any(1).all()
-        hops = Counter((transfer.target, transfer.block) for transfer in sent(phase, "operand"))
-        assert hops == +visits, "every operand that arrives is computed with, and arrives once"
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(cases(), st.sampled_from(DIRECTIONS))
+def test_operands_are_exactly_the_rows_that_pieces_touch(case: Case, direction: str) -> None:
+    """From the visitor of the round before where that has the row, else straight from home, one round ahead."""
+    for phase in phases(case.plan(direction)):
+        needs, sources = needs_of(phase), defaultdict(list)
+        arrival = {(visit.block, rank): step.index - 1 for rank, step, visit in away(phase)}
         for transfer in sent(phase, "operand"):
-            assert transfer.rows == needed_from_here(phase, transfer)
-            assert transfer.row_count > 0
+            at = transfer.block, transfer.target
+            assert transfer.rows and transfer.round == arrival[at]
+            sources[at] += [(row, transfer.source) for row in row_list(transfer.rows)]
+        expected = {}
+        for (block, rank), rows in needs.items():
+            before = neighbour(phase, block, rank, -1)
+            held = needs.get((block, before), set()) if before is not None else set()
+            expected[block, rank] = [(row, before if row in held else block) for row in sorted(rows)]
+        assert {at: sorted(rows) for at, rows in sources.items()} == expected
 
 
-def needed_from_here(phase: PhasePlan, transfer: Transfer) -> Rows:
-    """Rows that a transfer's receiver computes with, and later receivers that it is handed on to."""
-    rank, block, index = transfer.target, transfer.block, transfer.round + 1
-    ranges: list[tuple[int, int]] = []
-    while True:
-        step = phase.rounds[rank][index]
-        assert step.block == block
-        ranges += [moving(phase, piece) for piece in step.pieces]
-        onward = [t for t in step.sends if t.channel == "operand" and t.block == block]
-        assert len(onward) <= 1
-        if not onward:
-            return unite_rows(ranges)
-        rank, index = onward[0].target, index + 1
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(cases(), st.sampled_from(DIRECTIONS))
+def test_results_are_exactly_the_rows_that_pieces_touch(case: Case, direction: str) -> None:
+    """Each visitor sends each row once: on to the visitor of the next round where that adds to it, else home."""
+    for phase in phases(case.plan(direction)):
+        if not phase.results.fields:
+            assert sent(phase, "result") == []
+            continue
+        needs, targets = needs_of(phase), defaultdict(list)
+        leaving = {(visit.block, rank): step.index + 1 for rank, step, visit in away(phase)}
+        for transfer in sent(phase, "result"):
+            at = transfer.block, transfer.source
+            assert transfer.rows and transfer.round == leaving[at]
+            targets[at] += [(row, transfer.target) for row in row_list(transfer.rows)]
+        expected = {}
+        for (block, rank), rows in needs.items():
+            after = neighbour(phase, block, rank, 1)
+            adds = needs.get((block, after), set()) if after is not None else set()
+            expected[block, rank] = [(row, after if row in adds else block) for row in sorted(rows)]
+        assert {at: sorted(rows) for at, rows in targets.items()} == expected
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(cases(), st.sampled_from(DIRECTIONS))
-def test_rows_of_the_last_hop_are_those_with_allowed_pairs(case: Case, direction: str) -> None:
-    """Unit strides leave no row without a pair, so what the last visitor gets is read off the dense table."""
-    striped = {case.layout.name, case.key_layout.name} & {"striped"}
-    if striped and case.layout.name != case.key_layout.name and case.layout.ring_size > 1:
-        return
+def test_total_bytes_are_those_of_the_rows_needed(case: Case, direction: str) -> None:
+    """Counted in the dense tables where pieces are tight there, and by pieces where strides leave gaps in them."""
     tables = shard_tables(case)
+    ranks = range(case.layout.ring_size)
     for phase in phases(case.plan(direction)):
-        for transfer in sent(phase, "operand"):
-            last = phase.rounds[transfer.target][transfer.round + 1]
-            if any(t.channel == "operand" and t.block == transfer.block for t in last.sends):
-                continue
-            q_rank, k_rank = sides(phase, transfer.target, last)
-            used = tables[q_rank][k_rank].any(0 if direction == "kv" else 1)
-            assert row_list(transfer.rows) == np.flatnonzero(used).tolist()
+        needs = needs_of(phase)
+        used = {
+            (block, rank): set(np.flatnonzero(tables[q][k].any(0 if direction == "kv" else 1)).tolist())
+            for block in ranks
+            for rank in ranks
+            if block != rank
+            for q, k in (sides(phase, rank, block),)
+        }
+        for at, rows in used.items():
+            assert rows <= needs.get(at, set())
+            assert rows == needs.get(at, set()) or not case.has_tight_pieces
+        count = sum(len(rows) for rows in needs.values())
+        assert phase.total_bytes == count * (phase.operands.row_bytes + phase.results.row_bytes)
+        assert phase.total_bytes == sum(phase.nbytes(t) for _, step in steps(phase) for t in step.receives)
 
 
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(cases(), st.sampled_from(DIRECTIONS))
-def test_results_carry_the_rows_gathered_so_far(case: Case, direction: str) -> None:
+def test_a_transfer_is_one_stretch_of_memory_at_both_ends_and_no_two_could_be_one(case: Case, direction: str) -> None:
+    """Operands lie in the sender's buffer or among what home packs, and in the receiver's next buffer.
+
+    Results lie in the sender's buffer of the round before; they are received apart, and then added row by row.
+    """
     for phase in phases(case.plan(direction)):
-        if not phase.results.fields:
-            assert all(step.result_rows == () for _, step in steps(phase))
-            assert sent(phase, "result") == []
-            continue
-        for rank, step in steps(phase):
-            arrived = [t for t in step.receives if t.channel == "result" and t.block == step.block != rank]
-            rows = [moving(phase, piece) for piece in step.pieces] if step.block != rank else []
-            assert step.result_rows == unite_rows([*rows, *(pair for t in arrived for pair in t.rows)])
-        leaving = [(t.source, t.round - 1, t.block, t.rows) for t in sent(phase, "result")]
-        born = [(rank, step.index, step.block, step.result_rows) for rank, step in steps(phase) if step.result_rows]
-        assert sorted(leaving) == sorted(born), "each result leaves in the round after it was computed"
+        stretches: dict[tuple[str, int, int, int], list[list[int]]] = defaultdict(list)
+        for transfer in (*sent(phase, "operand"), *sent(phase, "result")):
+            at = [(transfer.block, row) for row in row_list(transfer.rows)]
+            memories = memories_of(phase, transfer)
+            firsts = [memory.index(at[0]) for memory in memories]
+            for memory, first in zip(memories, firsts, strict=True):
+                assert memory[first : first + len(at)] == at
+            between = transfer.channel, transfer.block, transfer.source, transfer.target
+            stretches[between].append([value for first in firsts for value in (first, first + len(at))])
+        for parts in stretches.values():
+            ends = {tuple(part[1::2]) for part in parts}
+            assert not ends & {tuple(part[0::2]) for part in parts}
 
 
+def memories_of(phase: PhasePlan, transfer: Transfer) -> list[list[tuple[int, int]]]:
+    """(block, row) in each place of the buffers that a transfer is one part of."""
+    rounds = phase.rounds[transfer.source]
+    if transfer.channel == "result":
+        return [buffer_of(rounds[transfer.round - 1])]
+    source = buffer_of(rounds[transfer.round])
+    if transfer.source == transfer.block:
+        own = [t for t in rounds[transfer.round].sends if t.channel == "operand" and t.block == t.source]
+        source = [(transfer.block, row) for row in sorted({row for t in own for row in row_list(t.rows)})]
+    return [source, buffer_of(phase.rounds[transfer.target][transfer.round + 1])]
+
+
+@pytest.mark.parametrize("coalesce", COALESCE)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(("width", "back"), [(2, 1), (5, 4), (8, 7), (9, 8)], ids=lambda value: str(value))
 @pytest.mark.parametrize("ring_size", [2, 3, 5])
 def test_a_window_inside_a_shard_moves_rows_between_neighbours_only(
-    direction: str, width: int, back: int, ring_size: int
+    direction: str, width: int, back: int, ring_size: int, coalesce: int
 ) -> None:
     made = plan(
         8 * ring_size, ring_size, heads=1, head_dim=16, mask=causal() & window(width),
-        direction=direction, forward_direction=direction,
+        direction=direction, forward_direction=direction, coalesce=coalesce,
     )  # fmt: skip
     pairs = [(rank, rank + 1) for rank in range(ring_size - 1)]
     forth = pairs if direction == "kv" else [(target, source) for source, target in pairs]
@@ -206,19 +223,22 @@ def test_a_window_inside_a_shard_moves_rows_between_neighbours_only(
             assert results == []
 
 
-def test_a_window_past_a_shard_reaches_two_ranks_back() -> None:
-    made = plan(32, 4, heads=1, head_dim=16, mask=causal() & window(10), forward_direction="kv")
-    got = Counter(t.block - t.target for t in sent(made.forward, "operand"))
-    assert got == {-1: 3, -2: 2}
+@pytest.mark.parametrize(("coalesce", "through"), [(1, 1), (2, 2), (3, 2)])
+def test_a_window_past_a_shard_reaches_two_ranks_back(coalesce: int, through: int) -> None:
+    """The one row that is wanted two ranks on comes through the rank between, unless both have it in one round."""
+    made = plan(32, 4, heads=1, head_dim=16, mask=causal() & window(10), forward_direction="kv", coalesce=coalesce)
+    got = Counter((t.target - t.block, t.target - t.source, t.rows) for t in sent(made.forward, "operand"))
+    assert got == {(1, 1, ((0, 8),)): 3, (2, through, ((7, 8),)): 2}
 
 
+@pytest.mark.parametrize("coalesce", COALESCE)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("lengths", [[8] * 4, [4, 4, 1, 7, 8, 3, 5], [16, 16]], ids=str)
-def test_documents_inside_shards_move_nothing(direction: str, lengths: list[int]) -> None:
+def test_documents_inside_shards_move_nothing(direction: str, lengths: list[int], coalesce: int) -> None:
     inside = all(length <= 8 for length in lengths)
     made = plan(
         32, 4, heads=1, head_dim=16, mask=causal() & documents(lengths),
-        direction=direction, forward_direction=direction,
+        direction=direction, forward_direction=direction, coalesce=coalesce,
     )  # fmt: skip
     for name in PHASES:
         total = sum(made.bytes_sent(rank, name) for rank in range(4))
@@ -226,8 +246,12 @@ def test_documents_inside_shards_move_nothing(direction: str, lengths: list[int]
         assert (sent(made.phase(name), "operand") == []) == inside
 
 
-def test_documents_across_one_shard_edge_move_over_that_edge_only() -> None:
-    made = plan(32, 4, heads=1, head_dim=16, mask=documents([5, 6, 13, 8]), direction="kv", forward_direction="kv")
+@pytest.mark.parametrize("coalesce", COALESCE)
+def test_documents_across_one_shard_edge_move_over_that_edge_only(coalesce: int) -> None:
+    made = plan(
+        32, 4, heads=1, head_dim=16, mask=documents([5, 6, 13, 8]),
+        direction="kv", forward_direction="kv", coalesce=coalesce,
+    )  # fmt: skip
     for phase in phases(made):
         assert sorted((t.source, t.target, t.rows) for t in sent(phase, "operand")) == [
             (0, 1, ((5, 8),)),
@@ -237,12 +261,35 @@ def test_documents_across_one_shard_edge_move_over_that_edge_only() -> None:
         ]
 
 
-def test_ranks_that_need_nothing_are_skipped_over() -> None:
-    """Keys of rank 0 are wanted by ranks 1 and 3: rank 3 gets them from their home, not through rank 2."""
+@pytest.mark.parametrize("coalesce", COALESCE)
+def test_ranks_that_need_nothing_are_skipped_over(coalesce: int) -> None:
+    """Keys of rank 0 are wanted by ranks 1 and 3: rank 3 gets them from no rank that does not want them itself.
+
+    With two blocks in a round rank 1 is the visitor before rank 3, whichever way round, and hands them on.
+    """
     mask = blocks([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1]], 8)
-    made = plan(32, 4, heads=1, head_dim=16, mask=mask, forward_direction="kv")
-    assert sorted((t.block, t.source, t.target) for t in sent(made.forward, "operand")) == [(0, 0, 1), (0, 0, 3)]
+    made = plan(32, 4, heads=1, head_dim=16, mask=mask, forward_direction="kv", coalesce=coalesce)
+    way = sorted((t.block, t.source, t.target) for t in sent(made.forward, "operand"))
+    assert way == ([(0, 0, 1), (0, 1, 3)] if coalesce == 2 else [(0, 0, 1), (0, 0, 3)])
     simulate(made.forward)
+
+
+def test_rows_that_the_visitor_before_does_not_need_come_from_home_and_go_home() -> None:
+    """Of three parts of rank 0's keys rank 1 wants the first two and rank 2 the last two."""
+    wanted = np.eye(9, dtype=bool)
+    wanted[3:6, 0:2] = wanted[6:9, 1:3] = True
+    made = plan(36, 3, heads=1, head_dim=16, mask=blocks(wanted, 4), direction="kv", forward_direction="kv")
+    for phase in phases(made):
+        assert sorted((t.round, t.source, t.target, t.rows) for t in sent(phase, "operand")) == [
+            (0, 0, 1, ((0, 8),)),
+            (1, 0, 2, ((8, 12),)),
+            (1, 1, 2, ((4, 8),)),
+        ]
+    assert sorted((t.round, t.source, t.target, t.rows) for t in sent(phases(made)[1], "result")) == [
+        (2, 1, 0, ((0, 4),)),
+        (2, 1, 2, ((4, 8),)),
+        (3, 2, 0, ((4, 12),)),
+    ]
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -250,26 +297,31 @@ def test_zigzag_causal_rounds_are_single_pieces(direction: str) -> None:
     """The two runs of a shard join: one triangle at home, and one rectangle for every visiting block."""
     layout = Layout.zigzag(64, 4)
     made = plan(64, 4, heads=1, head_dim=16, mask=causal(), layout=layout, forward_direction=direction)
-    for rank, step in steps(made.forward):
-        if rank != step.block:
+    for rank, step, visit in visits(made.forward):
+        if rank != visit.block:
+            assert [piece.is_full for piece in visit.pieces] == [True]
             assert [piece.is_full for piece in step.pieces] == [True]
-        elif step.pieces:
-            assert step.pieces == (Piece(0, 16, 0, 16, 0, 16),)
+        elif visit.pieces:
+            assert visit.pieces == step.pieces == (Piece(0, 16, 0, 16, 0, 16),)
 
 
+@pytest.mark.parametrize("coalesce", COALESCE)
 @pytest.mark.parametrize("phase_name", PHASES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_plan_with_home_in_two_parts_can_run(phase_name: str, direction: str) -> None:
+def test_a_plan_with_home_in_two_parts_can_run(phase_name: str, direction: str, coalesce: int) -> None:
     """Where results travel, home's pieces of 128 rows or more are computed half first and half last."""
     mask = causal() & (window(300) | prefix(64)) & documents([700, 324])
     made = plan(
         1024, 4, heads=4, head_dim=64, dtype=torch.float32, mask=mask, layout="zigzag",
-        direction=direction, forward_direction=direction,
+        direction=direction, forward_direction=direction, coalesce=coalesce,
     )  # fmt: skip
     phase = made.phase(phase_name)
     simulate(phase)
     i, j = np.indices((1024, 1024))
     allowed = (j <= i) & ((i - j < 300) | (j < 64)) & ((i < 700) == (j < 700))
     assert sum(phase.pairs(rank) for rank in range(4)) == allowed.sum()
-    at_home = [[bool(step.pieces) for step in rounds if step.block == rank] for rank, rounds in enumerate(phase.rounds)]
+    at_home = [
+        [bool(visit.pieces) for step in rounds for visit in step.visits if visit.block == rank]
+        for rank, rounds in enumerate(phase.rounds)
+    ]
     assert at_home == ([[True, True]] * 4 if phase.results.fields else [[True]] * 4)

@@ -26,7 +26,7 @@ LAYERS = [
     {"api"},
     {"burst_attention", "launch"},
     {"exactness"},
-    {"check", "bench"},
+    {"check", "bench", "bench_gpu"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from burst_attention.geometry import Rows, contains_rows, intersect_rows, moved_rows, unite_rows
-from burst_attention.schedule.plan import OPERAND, PhasePlan, Round, Transfer, packed_pieces
+from burst_attention.geometry import Rows, contains_rows, intersect_rows, moved_rows, stretches, unite_rows
+from burst_attention.schedule.plan import OPERAND, RESULT, PhasePlan, Round, Transfer, packed_pieces
 
 Contributions = Counter[tuple[int, int]]
 """How often (contributing rank, row of the block) is summed into a result."""
@@ -37,6 +37,9 @@ def simulate(plan: PhasePlan) -> None:
     expected: list[Contributions] = [Counter() for _ in range(size)]
     for index in range(max(len(steps) for steps in plan.rounds)):
         steps = [rounds[index] if index < len(rounds) else None for rounds in plan.rounds]
+        for rank, step in enumerate(steps):
+            if step is not None:
+                _require_visits(plan, rank, step, index)
         _require_matched(steps, index)
         arrived = {t: _sent(plan, ranks[t.source], t, index) for step in steps if step for t in step.sends}
         for rank, step in enumerate(steps):
@@ -46,7 +49,10 @@ def simulate(plan: PhasePlan) -> None:
         for rank, step in enumerate(steps):
             if step is not None:
                 _receive(ranks[rank], rank, step, arrived)
+    for transfer in (t for rounds in plan.rounds for step in rounds for t in step.sends):
+        _require_one_stretch(plan, transfer)
     for rank in range(size):
+        _require(not ranks[rank].operands, f"rank {rank} ends with a block that nobody computes with")
         _require(not ranks[rank].results, f"rank {rank} ends with a result that was never sent")
         if plan.results.fields:
             _require(ranks[rank].home == expected[rank], f"home {rank} did not get every contribution exactly once")
@@ -55,6 +61,40 @@ def simulate(plan: PhasePlan) -> None:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise PlanError(message)
+
+
+def _require_visits(plan: PhasePlan, rank: int, step: Round, index: int) -> None:
+    """Home is computed alone, or visitors are: each once, with the rows that its pieces touch and no others."""
+    where = f"rank {rank} round {index}"
+    _require(step.index == index, f"{where} has index {step.index}")
+    blocks = [visit.block for visit in step.visits]
+    _require(len(set(blocks)) == len(blocks) and (rank not in blocks or len(blocks) == 1), f"{where}: visits {blocks}")
+    for visit in step.visits:
+        touched = unite_rows(moved_rows(piece, plan.direction) for piece in visit.pieces)
+        needed = () if visit.block == rank else touched
+        _require(visit.rows == needed, f"{where}: rows of {visit.block} are {visit.rows}, pieces touch {touched}")
+
+
+def _require_one_stretch(plan: PhasePlan, transfer: Transfer) -> None:
+    """A transfer is one stretch of memory in the buffer it is read from and in the one it is written to."""
+    rows, block, index = transfer.rows, transfer.block, transfer.round
+    _require(bool(rows) and rows == unite_rows(rows), f"{transfer}: rows must be some, in order, each once")
+    source, target = plan.rounds[transfer.source], plan.rounds[transfer.target]
+    if transfer.channel == RESULT:
+        memories = [_rows_of(source, index - 1, block)]
+    else:
+        at_home = transfer.source == block
+        packed = plan.packed_at_home(block, source[index]) if at_home else _rows_of(source, index, block)
+        memories = [packed, _rows_of(target, index + 1, block)]
+    for memory in memories:
+        _require(contains_rows(memory, rows), f"{transfer}: a buffer has place for {memory} only")
+        _require(len(stretches(rows, memory)) == 1, f"{transfer}: its rows do not lie together among {memory}")
+
+
+def _rows_of(rounds: tuple[Round, ...], index: int, block: int) -> Rows:
+    """The rows of a block in a rank's buffer of a round."""
+    visits = rounds[index].visits if 0 <= index < len(rounds) else ()
+    return next((visit.rows for visit in visits if visit.block == block), ())
 
 
 def _require_matched(steps: list[Round | None], index: int) -> None:
@@ -94,6 +134,8 @@ def _sent(plan: PhasePlan, rank: _Rank, transfer: Transfer, index: int) -> Contr
 
 def _compute(plan: PhasePlan, rank: _Rank, index: int, step: Round, expected: list[Contributions]) -> None:
     """Contribute every row of the moving side that the visits' pieces touch."""
+    visitors = {visit.block for visit in step.visits} - {index}
+    _require(set(rank.operands) <= visitors, f"rank {index} round {step.index}: nobody computes with a block at hand")
     _require(step.pieces == packed_pieces(step.visits, plan.direction), f"rank {index} round {step.index}: pieces")
     for visit in step.visits:
         at_home = visit.block == index

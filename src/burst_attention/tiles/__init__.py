@@ -1,6 +1,15 @@
 """Tile kernels: attention over pieces, on one device."""
 
 from burst_attention.tiles.pick import KERNEL_NAMES, TileRequest, pick_kernel
-from burst_attention.tiles.protocol import GRADIENTS, BackwardInputs, Gradients, TileKernel
+from burst_attention.tiles.protocol import GRADIENTS, Accumulator, BackwardInputs, Gradients, TileKernel
 
-__all__ = ["GRADIENTS", "KERNEL_NAMES", "BackwardInputs", "Gradients", "TileKernel", "TileRequest", "pick_kernel"]
+__all__ = [
+    "GRADIENTS",
+    "KERNEL_NAMES",
+    "Accumulator",
+    "BackwardInputs",
+    "Gradients",
+    "TileKernel",
+    "TileRequest",
+    "pick_kernel",
+]

@@ -19,7 +19,7 @@ from torch import Tensor
 from burst_attention.geometry import Piece
 from burst_attention.merge import State, merge_partial
 from burst_attention.schedule import PhasePlan, Round, Shapes
-from burst_attention.tiles.protocol import GRADIENTS, BackwardInputs, Gradients, TileKernel
+from burst_attention.tiles.protocol import BackwardInputs, Gradients, TileKernel
 from burst_attention.tiles.split import CAUSAL, MASKED, Tile, allowed_block, rows_without_keys, split_piece
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -71,7 +71,6 @@ class CpuFlashKernel(TileKernel):
         merge_partial(state, out, lse)
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
-        gradients.settle()
         tiles = (tile for piece in pieces for tile in split_piece(piece, BACKWARD_ROWS, BACKWARD_COLS))
         for _, neighbours in groupby(tiles, key=lambda tile: (tile.q0, tile.q1)):
             first, *rest = neighbours
@@ -95,8 +94,9 @@ class CpuFlashKernel(TileKernel):
             attn_mask=additive_mask(tile, rows.q),
             scale=scale,
         )
-        for name, part, where in zip(GRADIENTS, parts, (tile.queries, tile.keys, tile.keys), strict=True):
-            gradients.add(name, where, part)
+        for total, part, first in zip(gradients, parts, (tile.q0, tile.k0, tile.k0), strict=True):
+            if total is not None:
+                total.add(first, part)
 
 
 class QueryRows(NamedTuple):

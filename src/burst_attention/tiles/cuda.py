@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from burst_attention.geometry import Piece
+from burst_attention.geometry import Piece, full_piece
 from burst_attention.merge import State
 from burst_attention.schedule import PhasePlan, Round
+from burst_attention.tiles.fused import copy_on_gpu, fused_delta, sum_parts
 from burst_attention.tiles.protocol import BackwardInputs, Gradients, TileKernel
+from burst_attention.tiles.split import FULL, split_piece
 from burst_attention.tiles.triton_kernel import TritonKernel
 from burst_attention.tiles.vendor import CudnnKernel, FlashKernel, VendorKernel, finish_deferred, settle
 
@@ -92,6 +94,7 @@ class CudaKernel(TileKernel):
 
     name = "cuda"
     defers = True
+    sum_parts = staticmethod(sum_parts)
 
     def __init__(self) -> None:
         kernels: tuple[VendorKernel, ...] = (CudnnKernel(), FlashKernel())
@@ -112,6 +115,12 @@ class CudaKernel(TileKernel):
     def finish(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return finish_deferred(state, dtype)
 
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        copy_on_gpu(target, source)
+
+    def row_delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return fused_delta(out, dout, dlse)
+
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         for name, group in self._groups("backward", pieces, x.q, x.v, scale):
             (self.vendors.get(name) or self.triton).backward(group, x, gradients, scale)
@@ -122,8 +131,22 @@ class CudaKernel(TileKernel):
         """Pieces by who computes them, our own kernel's together and first: then nothing waits to be settled."""
         groups: dict[str, list[Piece]] = {"triton": []}
         for piece in pieces:
-            groups.setdefault(choose(case_of(phase, piece, q, v, scale)).name, []).append(piece)
+            parts = {part: choose(case_of(phase, part, q, v, scale)).name for part in rectangle_and_triangle(piece)}
+            if "triton" in parts.values():
+                parts = {piece: "triton"}
+            for part, name in parts.items():
+                groups.setdefault(name, []).append(part)
         return [(name, group) for name, group in groups.items() if group]
+
+
+def rectangle_and_triangle(piece: Piece) -> list[Piece]:
+    """A piece below a diagonal, as a cut through a causal one leaves it, in two parts that vendor kernels serve."""
+    if piece.is_full or not piece.is_lower:
+        return [piece]
+    tiles = split_piece(piece, piece.q_count, piece.k_count)
+    return [
+        full_piece(t.q0, t.q1 - t.q0, t.k0, t.k1 - t.k0) if t.kind == FULL else t.piece._replace(low=0) for t in tiles
+    ]
 
 
 def case_of(phase: str, piece: Piece, q: Tensor, v: Tensor, scale: float) -> Case:

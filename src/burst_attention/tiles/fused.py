@@ -8,6 +8,8 @@ in one pass, which can also end the state: so four partials cost little more tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -16,8 +18,7 @@ from torch import Tensor
 from burst_attention.merge import MAX_PARTIALS, Partial, State
 from burst_attention.tiles.triton_forward import LN_2, LOG2_E
 
-MERGE_ROWS = 32
-STAND_IN_ROWS = 32
+PASS_ROWS = 32
 
 
 @triton.jit
@@ -88,13 +89,13 @@ def merge_partials(
     assert len(partials) <= MAX_PARTIALS, f"at most {MAX_PARTIALS} partials, got {len(partials)}"
     batch, heads, rows, dim = state.acc.shape
     out, lse = finished or (state.acc, state.peak)
-    _merge_kernel[(triton.cdiv(rows, MERGE_ROWS), batch * heads)](
+    _merge_kernel[(triton.cdiv(rows, PASS_ROWS), batch * heads)](
         state.acc, state.peak, state.total, state.acc.stride()[:3], state.peak.stride(),
         tuple(p.out for p in partials), tuple(p.lse for p in partials),
         tuple(p.out.stride()[:3] for p in partials), tuple(p.lse.stride() for p in partials),
         tuple(p.first for p in partials), tuple(p.out.shape[2] for p in partials),
         out, lse, out.stride()[:3], lse.stride(), heads, rows,
-        BLOCK=MERGE_ROWS, E=dim, PADDED=triton.next_power_of_2(dim), COUNT=len(partials), LOAD=load,
+        BLOCK=PASS_ROWS, E=dim, PADDED=triton.next_power_of_2(dim), COUNT=len(partials), LOAD=load,
         FINISH=finished is not None,
     )  # fmt: skip
 
@@ -102,7 +103,7 @@ def merge_partials(
 @triton.jit
 def _stand_in_kernel(
     dout_ptr, delta_ptr, out_ptr, dout_strides, delta_strides, out_strides, heads, row_count,
-    BLOCK: tl.constexpr, E: tl.constexpr, PADDED: tl.constexpr, TERMS: tl.constexpr,
+    BLOCK: tl.constexpr, E: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks, B * H)."""
     batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
@@ -113,28 +114,111 @@ def _stand_in_kernel(
     at = batch * dout_strides[0] + head * dout_strides[1] + rows[:, None] * dout_strides[2] + e[None, :]
     dout = tl.load(dout_ptr + at, mask=mask, other=0.0).to(tl.float32)
     at = batch * delta_strides[0] + head * delta_strides[1] + rows * delta_strides[2]
-    rest = tl.load(delta_ptr + at, mask=kept, other=0.0)
-    size = tl.abs(dout)
-    out = tl.zeros([BLOCK, PADDED], tl.float32)
-    for _ in tl.static_range(TERMS):
-        place = tl.argmax(size, 1)
-        here = e[None, :] == place[:, None]
-        value = tl.sum(tl.where(here, dout, 0.0), 1)
-        term = tl.where(value == 0.0, 0.0, rest / tl.where(value == 0.0, 1.0, value))
-        term = term.to(out_ptr.dtype.element_ty).to(tl.float32)
-        rest = rest - term * value
-        out = tl.where(here, term[:, None], out)
-        size = tl.where(here, -1.0, size)
+    delta = tl.load(delta_ptr + at, mask=kept, other=0.0)
+    # Scaled by the largest entry, so that squares of tiny gradients do not vanish.
+    size = tl.max(tl.abs(dout), 1)
+    safe = tl.where(size == 0.0, 1.0, size)
+    unit = dout / safe[:, None]
+    factor = tl.where(size == 0.0, 0.0, delta / safe / tl.maximum(tl.sum(unit * unit, 1), 1.0))
     at = batch * out_strides[0] + head * out_strides[1] + rows[:, None] * out_strides[2] + e[None, :]
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + at, (unit * factor[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def stand_in_for_out(dout: Tensor, delta: Tensor, terms: int) -> Tensor:
-    """The twin of cpu_flash.stand_in_for_out: (B, H, S, E), contiguous, whose row sums with dout are delta."""
-    out = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
+def stand_in_for_out(dout: Tensor, delta: Tensor) -> Tensor:
+    """(B, H, S, E) like dout, whose row sums with dout are delta: the projection of out on dout; 0 where dout is 0.
+
+    Rounded to bf16 its sums are delta to about 1e-4. That is enough for rows that see a thousand keys, which is what
+    vendor kernels are given here; cpu_flash.py has one for rows that see few.
+    """
+    out = torch.empty_like(dout)
     batch, heads, rows, dim = dout.shape
-    _stand_in_kernel[(triton.cdiv(rows, STAND_IN_ROWS), batch * heads)](
+    _stand_in_kernel[(triton.cdiv(rows, PASS_ROWS), batch * heads)](
         dout, delta, out, dout.stride()[:3], delta.stride(), out.stride()[:3], heads, rows,
-        BLOCK=STAND_IN_ROWS, E=dim, PADDED=triton.next_power_of_2(dim), TERMS=min(terms, dim),
+        BLOCK=PASS_ROWS, E=dim, PADDED=triton.next_power_of_2(dim),
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _sum_kernel(
+    target_ptr, parts, target_strides, parts_strides, firsts, counts, out_ptr, out_strides, heads, row_count,
+    BLOCK: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, LOAD: tl.constexpr,
+):  # fmt: skip
+    """Grid (row blocks, B * H)."""
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, PADDED)
+    at = rows.to(tl.int64)
+    mask = (rows < row_count)[:, None] & (d < D)[None, :]
+    if LOAD:
+        target_at = batch * target_strides[0] + head * target_strides[1] + at[:, None] * target_strides[2] + d[None, :]
+        total = tl.load(target_ptr + target_at, mask=mask, other=0.0)
+    else:
+        total = tl.zeros([BLOCK, PADDED], tl.float32)
+    for index in tl.static_range(COUNT):
+        local = rows - firsts[index]
+        inside = (local >= 0) & (local < counts[index])
+        strides = parts_strides[index]
+        part_at = batch * strides[0] + head * strides[1] + local.to(tl.int64)[:, None] * strides[2] + d[None, :]
+        total += tl.load(parts[index] + part_at, mask=inside[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    out_at = batch * out_strides[0] + head * out_strides[1] + at[:, None] * out_strides[2] + d[None, :]
+    tl.store(out_ptr + out_at, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def sum_parts(target: Tensor, parts: Sequence[tuple[int, Tensor]], load: bool, out: Tensor | None = None) -> None:
+    """Add parts, each from its first row on, to a target that holds nothing yet unless `load`; or write that to `out`.
+
+    One pass, whatever the dtypes: (B, H, S, D) all, with columns next to each other.
+    """
+    out = target if out is None else out
+    batch, heads, rows, dim = target.shape
+    firsts, tensors = tuple(first for first, _ in parts), tuple(part for _, part in parts)
+    _sum_kernel[(triton.cdiv(rows, PASS_ROWS), batch * heads)](
+        target, tensors, target.stride()[:3], tuple(part.stride()[:3] for part in tensors),
+        firsts, tuple(part.shape[2] for part in tensors), out, out.stride()[:3], heads, rows,
+        BLOCK=PASS_ROWS, D=dim, PADDED=triton.next_power_of_2(dim), COUNT=len(parts), LOAD=load,
+    )  # fmt: skip
+
+
+def copy_on_gpu(target: Tensor, source: Tensor) -> None:
+    """target.copy_(source) where (B, H, S, D) changes its order in memory, at twice the speed of torch's own copy."""
+    if source.dim() == 4 and source.stride(-1) == 1 and source.numel():
+        sum_parts(target, [(0, source)], load=False)
+    else:
+        target.copy_(source)
+
+
+@triton.jit
+def _delta_kernel(
+    out_ptr, dout_ptr, dlse_ptr, delta_ptr, out_strides, dout_strides, dlse_strides, delta_strides, heads, row_count,
+    BLOCK: tl.constexpr, E: tl.constexpr, PADDED: tl.constexpr, WITH_LSE: tl.constexpr,
+):  # fmt: skip
+    """Grid (row blocks, B * H)."""
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    rows = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    e = tl.arange(0, PADDED)
+    kept = rows < row_count
+    mask = kept[:, None] & (e < E)[None, :]
+    at = batch * out_strides[0] + head * out_strides[1] + rows[:, None] * out_strides[2] + e[None, :]
+    out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    at = batch * dout_strides[0] + head * dout_strides[1] + rows[:, None] * dout_strides[2] + e[None, :]
+    delta = tl.sum(out * tl.load(dout_ptr + at, mask=mask, other=0.0).to(tl.float32), 1)
+    if WITH_LSE:
+        at = batch * dlse_strides[0] + head * dlse_strides[1] + rows * dlse_strides[2]
+        delta -= tl.load(dlse_ptr + at, mask=kept, other=0.0).to(tl.float32)
+    tl.store(delta_ptr + batch * delta_strides[0] + head * delta_strides[1] + rows * delta_strides[2], delta, mask=kept)
+
+
+def fused_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """(B, H, S) in fp32: rowsum(out * dout) - dlse, in one pass."""
+    if out.stride(-1) != 1 or dout.stride(-1) != 1:
+        out, dout = out.contiguous(), dout.contiguous()
+    batch, heads, rows, dim = out.shape
+    delta = torch.empty(batch, heads, rows, dtype=torch.float32, device=out.device)
+    extra = delta if dlse is None else dlse
+    if rows:
+        _delta_kernel[(triton.cdiv(rows, PASS_ROWS), batch * heads)](
+            out, dout, extra, delta, out.stride()[:3], dout.stride()[:3], extra.stride(), delta.stride(), heads, rows,
+            BLOCK=PASS_ROWS, E=dim, PADDED=triton.next_power_of_2(dim), WITH_LSE=dlse is not None,
+        )  # fmt: skip
+    return delta

@@ -68,12 +68,12 @@ class PlainKernel(TileKernel):
             part.copy_(unfold_heads(value, part))
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
-        gradients.settle()
+        totals = tuple(None if total is None else total.settle() for total in gradients)
         block = block_size(x.q.shape[0] * x.q.shape[1])
         for piece in pieces:
             for tile in split_piece(piece, block, block, block):
                 rows = tuple(part[:, :, tile.queries] for part in (x.dout, x.q, x.lse, x.delta))
-                self._backward_tile(tile, rows, x.k[:, :, tile.keys], x.v[:, :, tile.keys], gradients, scale)
+                self._backward_tile(tile, rows, x.k[:, :, tile.keys], x.v[:, :, tile.keys], totals, scale)
 
     def _backward_tile(
         self,
@@ -81,10 +81,11 @@ class PlainKernel(TileKernel):
         rows: tuple[Tensor, ...],
         k: Tensor,
         v: Tensor,
-        gradients: Gradients,
+        totals: tuple[Tensor | None, ...],
         scale: float,
     ) -> None:
         dout, q, lse, delta = rows
+        dq, dk, dv = totals
         compute, kv_heads = lse.dtype, k.shape[1]
         dout_BGSE, q_BGSD = (fold_heads(x.to(compute), kv_heads) for x in (dout, q))
         lse_BGS, delta_BGS = (fold_heads(x, kv_heads) for x in (lse, delta))
@@ -93,18 +94,18 @@ class PlainKernel(TileKernel):
         # A row without keys has lse = -inf; +inf makes its weights 0 instead of NaN.
         lse_BGS = lse_BGS.masked_fill(lse_BGS == float("-inf"), float("inf"))
         weights_BGSK = scores_BGSK.sub_(lse_BGS.unsqueeze(-1)).exp_()
-        if gradients.dv is not None:
-            gradients.dv[:, :, tile.keys].add_(weights_BGSK.transpose(-1, -2) @ dout_BGSE)
-        if gradients.dq is None and gradients.dk is None:
+        if dv is not None:
+            dv[:, :, tile.keys].add_(weights_BGSK.transpose(-1, -2) @ dout_BGSE)
+        if dq is None and dk is None:
             return
         dscores_BGSK = (
             (dout_BGSE @ v_BGKE.transpose(-1, -2)).sub_(delta_BGS.unsqueeze(-1)).mul_(weights_BGSK).mul_(scale)
         )
-        if gradients.dk is not None:
-            gradients.dk[:, :, tile.keys].add_(dscores_BGSK.transpose(-1, -2) @ q_BGSD)
-        if gradients.dq is not None:
-            dq = gradients.dq[:, :, tile.queries]
-            dq.add_(unfold_heads(dscores_BGSK @ k_BGKD, dq))
+        if dk is not None:
+            dk[:, :, tile.keys].add_(dscores_BGSK.transpose(-1, -2) @ q_BGSD)
+        if dq is not None:
+            dq_rows = dq[:, :, tile.queries]
+            dq_rows.add_(unfold_heads(dscores_BGSK @ k_BGKD, dq_rows))
 
 
 def block_size(heads: int) -> int:

@@ -6,14 +6,14 @@ Shapes: B batch, H query heads, G key heads, S query rows, K key rows, D head di
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from burst_attention.geometry import Piece
-from burst_attention.merge import State, finish
+from burst_attention.merge import MAX_PARTIALS, State, finish
 from burst_attention.schedule import PhasePlan, Round
 
 GRADIENTS = ("dq", "dk", "dv")
@@ -34,38 +34,61 @@ class BackwardInputs(NamedTuple):
     out: Tensor | None
 
 
-class Gradients:
-    """Accumulators (B, H, S, D), (B, G, K, D), (B, G, K, E) to add to; None where a gradient is not wanted.
+SumParts = Callable[..., None]
+"""sum_parts(target, [(first row, part), ...], load, out): see fused.py."""
 
-    Those named in `untouched` are memory that nothing has been written to: the first part is written there, not added.
+
+class Accumulator:
+    """A gradient (B, heads, rows, dim) that parts are added to.
+
+    While `untouched` its memory holds nothing: the first part is written there, not added. With `sum_parts` parts wait,
+    and a few are added in one pass.
     """
 
-    def __init__(
-        self, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, untouched: set[str] | None = None
-    ) -> None:
-        self.dq, self.dk, self.dv = dq, dk, dv
-        self.untouched = set() if untouched is None else untouched
+    def __init__(self, tensor: Tensor, sum_parts: SumParts | None = None, untouched: bool = True) -> None:
+        self.tensor, self.untouched = tensor, untouched
+        self._sum_parts = sum_parts
+        self._waiting: list[tuple[int, Tensor]] = []
+        self._borrows = False
 
-    def settle(self) -> None:
-        """Make every accumulator one that can be added to."""
-        for name in GRADIENTS:
-            x = getattr(self, name)
-            if x is not None and name in self.untouched:
-                x.zero_()
-                self.untouched.discard(name)
+    def add(self, first: int, part: Tensor, borrowed: bool = False) -> None:
+        """Add to rows from `first` on. A borrowed part must be taken in, by `settle`, before its memory is reused."""
+        if self._sum_parts is None:
+            self.settle()
+            self.tensor[:, :, first : first + part.shape[2]].add_(part)
+            return
+        self._waiting.append((first, part))
+        self._borrows |= borrowed
+        if len(self._waiting) == MAX_PARTIALS:
+            self.settle()
 
-    def add(self, name: str, rows: slice, part: Tensor) -> None:
-        """Add to some rows of "dq", "dk" or "dv", where it is wanted."""
-        total: Tensor | None = getattr(self, name)
-        if total is None:
-            return
-        if name not in self.untouched:
-            total[:, :, rows].add_(part)
-            return
-        self.untouched.discard(name)
-        if part.shape[2] != total.shape[2]:
-            total.zero_()
-        total[:, :, rows].copy_(part)
+    def settle(self, borrowed_only: bool = False) -> Tensor:
+        """Take in what waits and return the tensor, ready to be added to; with `borrowed_only`, where it must be."""
+        if borrowed_only and not self._borrows:
+            return self.tensor
+        if self._waiting and self._sum_parts is not None:
+            self._sum_parts(self.tensor, self._waiting, load=not self.untouched)
+        elif self.untouched:
+            self.tensor.zero_()
+        self.untouched = self._borrows = False
+        self._waiting.clear()
+        return self.tensor
+
+    def finish(self, dtype: torch.dtype) -> Tensor:
+        """The gradient in the dtype of its input, with what waits added in the same pass."""
+        if not self._waiting or self._sum_parts is None or self.tensor.dtype == dtype:
+            return self.settle().to(dtype)
+        result = torch.empty_like(self.tensor, dtype=dtype)
+        self._sum_parts(self.tensor, self._waiting, load=not self.untouched, out=result)
+        return result
+
+
+class Gradients(NamedTuple):
+    """Where the gradients of q, k and v are added; None where one is not wanted."""
+
+    dq: Accumulator | None
+    dk: Accumulator | None
+    dv: Accumulator | None
 
 
 class TileKernel(ABC):
@@ -97,6 +120,13 @@ class TileKernel(ABC):
         precise = torch.float64 if out.dtype == torch.float32 and out.device.type == "cpu" else dtype
         delta: Tensor = torch.linalg.vecdot(out.to(precise), dout.to(precise)).to(dtype)
         return delta if dlse is None else delta - dlse
+
+    sum_parts: SumParts | None = None
+    """How several parts of a gradient are added in one pass, for kernels that let them wait."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy (B, H, S, D) or (B, H, S) into another order of memory."""
+        target.copy_(source)
 
     @abstractmethod
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:

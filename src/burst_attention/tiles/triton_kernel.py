@@ -18,6 +18,7 @@ from burst_attention.geometry import Piece
 from burst_attention.merge import State
 from burst_attention.schedule import PhasePlan, Round
 from burst_attention.tiles.block_table import block_table
+from burst_attention.tiles.fused import copy_on_gpu, fused_delta
 from burst_attention.tiles.protocol import BackwardInputs, Gradients, TileKernel
 from burst_attention.tiles.triton_backward import key_gradients_kernel, query_gradients_kernel
 from burst_attention.tiles.triton_forward import forward_kernel
@@ -68,11 +69,18 @@ class TritonKernel(TileKernel):
         return 0
 
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
+        q, k, v = (dense_columns(x) for x in (q, k, v))
         launch_forward(tuple(pieces), q, k, v, state, scale)
 
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        copy_on_gpu(target, source)
+
+    def row_delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return fused_delta(out, dout, dlse)
+
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
-        gradients.settle()
-        dq, dk, dv = gradients.dq, gradients.dk, gradients.dv
+        x = x._replace(**{name: dense_columns(getattr(x, name)) for name in ("dout", "q", "k", "v")})
+        dq, dk, dv = (None if total is None else total.settle() for total in gradients)
         if dk is not None or dv is not None:
             launch_key_gradients(tuple(pieces), x, dk, dv, scale)
         if dq is not None:
@@ -149,6 +157,11 @@ def launch_query_gradients(
         BLOCK_Q=config.block_q, BLOCK_K=config.block_k, **_dims(head_dim, value_dim),
         PRECISION=_precision(x.q.dtype), num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
+
+
+def dense_columns(x: Tensor) -> Tensor:
+    """The same tensor with each row's columns next to each other, which is all that our kernels ask of a layout."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _dims(head_dim: int, value_dim: int) -> dict[str, int]:

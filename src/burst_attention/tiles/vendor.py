@@ -18,9 +18,8 @@ from torch import Tensor
 from burst_attention.geometry import Piece
 from burst_attention.merge import MAX_PARTIALS, Partial, State
 from burst_attention.schedule import PhasePlan, Round
-from burst_attention.tiles.cpu_flash import STAND_IN_TERMS
-from burst_attention.tiles.fused import merge_partials, stand_in_for_out
-from burst_attention.tiles.protocol import GRADIENTS, BackwardInputs, Gradients, TileKernel
+from burst_attention.tiles.fused import copy_on_gpu, fused_delta, merge_partials, stand_in_for_out, sum_parts
+from burst_attention.tiles.protocol import BackwardInputs, Gradients, TileKernel
 
 Saved = tuple[Any, ...]
 
@@ -29,6 +28,10 @@ class VendorKernel(TileKernel):
     """Full and causal pieces by one of torch's operators."""
 
     defers = True
+    sum_parts = staticmethod(sum_parts)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        copy_on_gpu(target, source)
 
     def serves(self, piece: Piece) -> bool:
         return piece.is_full or (piece.is_causal and piece.q_count == piece.k_count)
@@ -42,7 +45,8 @@ class VendorKernel(TileKernel):
         if phase.phase == "forward":
             return queries * (MAX_PARTIALS * (shapes.value_dim * size + 4))
         query_side = shapes.head_dim + (2 * shapes.value_dim if visiting and phase.direction == "query" else 0)
-        return (queries * query_side + keys * (shapes.head_dim + shapes.value_dim)) * size
+        waiting = MAX_PARTIALS * keys * (shapes.head_dim + shapes.value_dim)
+        return (queries * query_side + waiting) * size
 
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         for piece in pieces:
@@ -53,19 +57,20 @@ class VendorKernel(TileKernel):
     def finish(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return finish_deferred(state, dtype)
 
+    def row_delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return fused_delta(out, dout, dlse)
+
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         for piece in pieces:
             queries, keys = rows_of(piece)
             dout, q, lse = (part[:, :, queries] for part in (x.dout, x.q, x.lse))
-            if x.out is None:
-                out = stand_in_for_out(dout, x.delta[:, :, queries], STAND_IN_TERMS)
-            else:
-                out = x.out[:, :, queries]
+            out = stand_in_for_out(dout, x.delta[:, :, queries]) if x.out is None else x.out[:, :, queries]
             parts = self.gradients(
                 dout, q, x.k[:, :, keys], x.v[:, :, keys], out, lse.contiguous(), not piece.is_full, scale
             )
-            for name, part, where in zip(GRADIENTS, parts, (queries, keys, keys), strict=True):
-                gradients.add(name, where, part)
+            for total, part, where in zip(gradients, parts, (queries, keys, keys), strict=True):
+                if total is not None:
+                    total.add(where.start, part)
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,204 @@
+"""Computing several blocks in a round changes rounds and memory as stated, and neither pairs nor bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from burst_attention import Mask, Plan, causal, full, plan
+from burst_attention.geometry import Piece, full_piece
+from burst_attention.schedule import PhasePlan, simulate
+from burst_attention.topology import FlatRing
+from tests.unit.oracle import piece_table
+from tests.unit.plan_steps import (
+    COALESCE,
+    DIRECTIONS,
+    PHASES,
+    Case,
+    away,
+    buffer_of,
+    cases,
+    phases,
+    sent,
+    steps,
+    visits,
+)
+
+SHARD = 16
+
+
+def ring_plan(ring_size: int, coalesce: int, direction: str, mask: Mask, layout: str = "zigzag") -> Plan:
+    """A plan with the same shard on every rank, whatever the ring's size."""
+    return plan(
+        SHARD * ring_size, ring_size, heads=2, head_dim=8, mask=mask, layout=layout,
+        direction=direction, forward_direction=direction, coalesce=coalesce,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ring_size", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("coalesce", [1, 2, 3, 4, 8])
+def test_rounds_are_home_then_groups_of_blocks_then_home_where_results_return(ring_size: int, coalesce: int) -> None:
+    made = ring_plan(ring_size, coalesce, "kv", full())
+    groups = [min(coalesce, ring_size - first) for first in range(1, ring_size, coalesce)]
+    for phase, returns in zip(phases(made), (False, ring_size > 1), strict=True):
+        for rank, rounds in enumerate(phase.rounds):
+            assert [step.index for step in rounds] == list(range(1 + len(groups) + returns))
+            assert [len(step.visits) for step in rounds] == [1, *groups, *[1] * returns]
+            at_home = [step.index for step in rounds if [visit.block for visit in step.visits] == [rank]]
+            assert at_home == [0, *[1 + len(groups)] * returns]
+            assert all(visit.rows == () for index in at_home for visit in rounds[index].visits)
+
+
+@pytest.mark.parametrize("ring_size", range(1, 10))
+@pytest.mark.parametrize("coalesce", [1, 2, 3, 4])
+@pytest.mark.parametrize("way", [1, -1])
+def test_every_distance_has_one_round_and_every_pair_of_ranks_one_distance(
+    ring_size: int, coalesce: int, way: int
+) -> None:
+    ring = FlatRing(ring_size, way, coalesce)
+    assert list(ring.distances(0)) == [0]
+    listed = [(d, index) for index in range(1, ring.visiting_rounds + 1) for d in ring.distances(index)]
+    assert [d for d, _ in listed] == list(range(1, ring_size))
+    assert all(ring.round_of(d) == index for d, index in listed)
+    for block in range(ring_size):
+        assert sorted(ring.visitor(block, d) for d in range(ring_size)) == list(range(ring_size))
+        assert all(ring.visiting(ring.visitor(block, d), d) == block for d in range(ring_size))
+
+
+def slots(phase: PhasePlan) -> tuple[int, int]:
+    """Rows of all operand buffers and of all result buffers, on the rank with the most of each."""
+    ranks = range(phase.topology.size)
+    return max(sum(phase.slot_rows(rank)) for rank in ranks), max(sum(phase.result_slot_rows(rank)) for rank in ranks)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("coalesce", COALESCE)
+@pytest.mark.parametrize(
+    ("mask", "layout"),
+    [(full(), "zigzag"), (causal(), "zigzag"), (causal(), "contiguous")],
+    ids=["full", "causal-zigzag", "causal"],
+)
+def test_memory_does_not_grow_with_the_ring(mask: Mask, layout: str, coalesce: int, direction: str) -> None:
+    """It is the same from the ring on that has three whole groups; a smaller ring has slots that it never fills."""
+    whole = 3 * coalesce + 1
+    plans = {size: ring_plan(size, coalesce, direction, mask, layout) for size in range(4, 17)}
+    for name in PHASES:
+        held = {size: slots(made.phase(name)) for size, made in plans.items()}
+        assert {held[size] for size in range(whole, 17)} == {held[16]}
+        assert all(rows <= most for size in held for rows, most in zip(held[size], held[16], strict=True))
+    peaks = [max(made.peak_bytes(rank) for rank in range(size)) for size, made in plans.items() if size >= whole]
+    assert len(set(peaks)) == 1
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(cases(), st.sampled_from(DIRECTIONS))
+def test_memory_is_bounded_by_shards(case: Case, direction: str) -> None:
+    """Two groups of visitors and one own block; results of one group, those that reach it, and those for home."""
+    for phase in phases(case.plan(direction)):
+        most = max(phase.local_rows)
+        for rank in range(case.layout.ring_size):
+            first, second, own = phase.slot_rows(rank)
+            assert max(first, second) <= case.coalesce * most and own <= phase.local_rows[rank]
+            computed, received = phase.result_slot_rows(rank)
+            assert computed <= case.coalesce * most and received <= 2 * case.coalesce * most
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("coalesce", COALESCE)
+def test_full_attention_holds_two_groups_of_shards_and_two_of_results(coalesce: int, direction: str) -> None:
+    for phase in phases(ring_plan(16, coalesce, direction, full())):
+        group = coalesce * SHARD
+        assert {phase.slot_rows(rank) for rank in range(16)} == {(group, group, 0)}
+        results = (group, group) if phase.results.fields else (0, 0)
+        assert {phase.result_slot_rows(rank) for rank in range(16)} == {results}
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(cases(), st.sampled_from(DIRECTIONS))
+def test_bytes_do_not_depend_on_how_many_blocks_share_a_round(case: Case, direction: str) -> None:
+    one, several = phases(case._replace(coalesce=1).plan(direction)), phases(case.plan(direction))
+    for alone, together in zip(one, several, strict=True):
+        assert together.total_bytes == alone.total_bytes
+        assert [together.flops(rank) for rank in range(case.layout.ring_size)] == [
+            alone.flops(rank) for rank in range(case.layout.ring_size)
+        ]
+
+
+@pytest.mark.parametrize("ring_size", [4, 5, 8])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_two_blocks_of_one_side_of_the_diagonal_are_one_full_piece(direction: str, ring_size: int) -> None:
+    """Causal zigzag: an earlier rank's keys are half needed, by all queries; a later one's all, by half of them.
+
+    So two blocks from the same side of the diagonal have the same staying rows, and the packed ones touch.
+    """
+    seen = set()
+    half = SHARD // 2
+    for phase in phases(ring_plan(ring_size, 2, direction, causal())):
+        for rank, step in steps(phase):
+            blocks = [visit.block for visit in step.visits]
+            if rank in blocks:
+                continue
+            assert all(len(visit.pieces) == 1 for visit in step.visits)
+            lower = {rank > block if direction == "kv" else block > rank for block in blocks}
+            seen.add((len(blocks), *sorted(lower)))
+            if len(lower) == 2:
+                assert len(step.pieces) == 2 and all(piece.is_full for piece in step.pieces)
+                continue
+            # Below the diagonal all queries meet the early half of the keys; above it late queries meet all keys.
+            below = lower == {True}
+            queries, keys = ((0, SHARD), (0, half)) if below else ((half, half), (0, SHARD))
+            if direction == "kv":
+                expected = full_piece(*queries, 0, keys[1] * len(blocks))
+            else:
+                expected = full_piece(0, queries[1] * len(blocks), *keys)
+            assert step.pieces == (expected,)
+    assert seen >= {(2, False), (2, True), (2, False, True)}
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(cases(), st.sampled_from(DIRECTIONS))
+def test_packed_pieces_are_the_pieces_of_the_visits(case: Case, direction: str) -> None:
+    """Row by row: every place of the buffer, or of home's own block, has the pairs that its visit gives it."""
+    stays = case.layout if direction == "kv" else case.key_layout
+    for phase in phases(case.plan(direction)):
+        staying = [stays.local_tokens(rank) for rank in range(stays.ring_size)]
+        for rank, step in steps(phase):
+            own = [visit.block for visit in step.visits] == [rank]
+            places = [(rank, row) for row in range(phase.local_rows[rank])] if own else buffer_of(step)
+            packed = table(phase, step.pieces, staying[rank], len(places))
+            for visit in step.visits:
+                apart = table(phase, visit.pieces, staying[rank], phase.local_rows[visit.block])
+                at = [place for place, (block, _) in enumerate(places) if block == visit.block]
+                np.testing.assert_array_equal(packed[:, at], apart[:, [places[place][1] for place in at]])
+                assert apart.sum() == packed[:, at].sum(), "the visit has no pair outside of its rows"
+            assert step.row_count == (0 if own else len(places))
+
+
+def table(phase: PhasePlan, pieces: tuple[Piece, ...], staying: int, moving: int) -> NDArray[np.int_]:
+    """How often pieces hold each (staying row, moving row)."""
+    shape = (staying, moving) if phase.direction == "kv" else (moving, staying)
+    count = sum((piece_table(piece, *shape).astype(int) for piece in pieces), np.zeros(shape, int))
+    return count if phase.direction == "kv" else count.T
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(cases(), st.sampled_from(DIRECTIONS))
+def test_offsets_point_at_every_row_of_the_buffer(case: Case, direction: str) -> None:
+    for phase in phases(case.plan(direction)):
+        for _, step, visit in away(phase):
+            assert buffer_of(step).count((visit.block, visit.rows[0][0])) == 1
+            for place, (block, row) in enumerate(buffer_of(step)):
+                assert step.offset(block, row) == place
+
+
+def test_more_blocks_than_there_are_others_come_in_one_round() -> None:
+    made = ring_plan(3, 8, "kv", causal())
+    for phase in phases(made):
+        simulate(phase)
+        assert {step.index for _, step, _ in away(phase)} == {1}
+        assert {len(step.visits) for rank, step in steps(phase)} == {1, 2}
+        assert {t.source for t in sent(phase, "operand") if t.source != t.block} == set()
+    assert sum(1 for _ in visits(made.forward)) == 9
