@@ -54,12 +54,18 @@ def local(tokens: int, repeat: int, output: str | None = None) -> list[dict[str,
     print(f"T={tokens} H={HEADS} D={HEAD_DIM}, {RANKS} processes of 1 thread against 1 process of {RANKS} threads")
     print(f"{'case':22} {'':18} {'one process':>12} {'ring':>9} {'ratio':>7} {'imbalance':>10}")
     rows = [measure(case, tokens, repeat) for case in CASES]
-    if output:
-        path = Path(output)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    append_rows(output, rows)
     return rows
+
+
+def append_rows(output: str | None, rows: list[dict[str, Any]]) -> None:
+    """Append rows as JSON lines to a file, when one is given."""
+    if not output:
+        return
+    path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def measure(case: LocalCase, tokens: int, repeat: int) -> dict[str, Any]:

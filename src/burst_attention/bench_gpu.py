@@ -6,22 +6,27 @@ alone: what other ranks would send is handed over by reference, or copied on a s
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from burst_attention.api import burst_attention, plan
+from burst_attention.bench import append_rows, machine
 from burst_attention.engine import RowBuffer
+from burst_attention.geometry import Piece, full_piece
 from burst_attention.layout import Layout
 from burst_attention.mask import causal, full
+from burst_attention.merge import State, clear
 from burst_attention.ring.lone import LoneRing
 from burst_attention.schedule import PhasePlan, Plan
+from burst_attention.tiles import Accumulator, BackwardInputs, Gradients, TileKernel
 
 WARM_UPS = 3
 HEAD_START_CYCLES = 20_000_000
@@ -162,3 +167,114 @@ def whole_ms(case: TaxCase, name: str, repeat: int) -> tuple[float, float]:
     out, lse = out.contiguous(), lse.contiguous()
     forward = median_ms(lambda: kernel.attend(q, k, v, case.causal, scale), repeat)
     return forward, median_ms(lambda: kernel.gradients(dout, q, k, v, out, lse, case.causal, scale), repeat)
+
+
+def tax_rows(cases: Sequence[TaxCase], repeat: int, ranks: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
+    """The ring tax of each case: blocks by reference with two coalesced and with none, and by device copies.
+
+    `ranks` narrows whom to time; the slowest of those is taken.
+    """
+    for case in cases:
+        timed = {name: whole for name in ("cudnn", "flash") if (whole := _try_whole(case, name, repeat)) is not None}
+        row = _case_fields(case) | {"suite": "gpu-tax", "flash": _flash_name(), "repeat": repeat}
+        for name, (forward, backward) in timed.items():
+            row |= {f"whole_{name}_forward_ms": forward, f"whole_{name}_backward_ms": backward}
+        best = [min(whole[index] for whole in timed.values()) for index in (0, 1)]
+        for coalesce, copies in ((2, False), (1, False), (2, True)):
+            chosen = range(case.ranks) if ranks is None else [rank for rank in ranks if rank < case.ranks]
+            times = [rank_ms(case, rank, copies=copies, repeat=repeat, coalesce=coalesce) for rank in chosen]
+            slowest = {name: max(found[name] for found in times) for name in times[0]}
+            yield row | {
+                "coalesce": coalesce,
+                "copies": copies,
+                "ranks_timed": list(chosen),
+                **{f"{name}_ms": round(value, 4) for name, value in slowest.items()},
+                "forward_tax": round(case.ranks * slowest["forward"] / best[0], 4),
+                "backward_tax": round(case.ranks * slowest["backward"] / best[1], 4),
+                "planned_peak_gib": round(max(map(case.plan(coalesce=coalesce).peak_bytes, chosen)) / 2**30, 3),
+            }
+
+
+def tile_rows(repeat: int) -> Iterator[dict[str, Any]]:
+    """Rates of every kernel on single tiles, H = 32, D = 128, bf16; our own forward also with its state carried."""
+    from burst_attention.tiles.cuda import CudaKernel
+
+    kernels = CudaKernel()
+    for rows, cols, triangle in ((8192, 8192, False), (8192, 8192, True), (8192, 4096, False), (4096, 2048, False)):
+        case = TaxCase(ranks=1, tokens_per_rank=rows, causal=triangle)
+        q, _, _, dout = _inputs(case, rows)
+        _, k, v, _ = _inputs(case, cols)
+        piece = Piece(0, rows, 0, cols, 0, rows) if triangle else full_piece(0, rows, 0, cols)
+        flops = 4 * piece.pairs * case.head_dim * case.heads / 1e9
+        for kernel in (kernels.triton, *kernels.vendors.values()):
+            forward, backward = _tile_calls(kernel, piece, q, k, v, dout)
+            yield {
+                "suite": "gpu-tiles", "kernel": kernel.name, "flash": _flash_name(), "rows": rows, "cols": cols,
+                "causal": triangle, "forward_tflops": round(flops / median_ms(forward, repeat), 1),
+                "backward_tflops": round(2.5 * flops / median_ms(backward, repeat), 1), "repeat": repeat,
+            }  # fmt: skip
+
+
+def _tile_calls(
+    kernel: TileKernel, piece: Piece, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A forward into a state that is carried on, and a backward into accumulators that are added to."""
+    scale = q.shape[3] ** -0.5
+    acc, peak, total = (torch.empty(shape, device="cuda") for shape in (q.shape, q.shape[:3], q.shape[:3]))
+    state = State(acc, peak, total)
+    clear(state)
+    lse = torch.full(q.shape[:3], math.log(k.shape[2]) + 0.5, device="cuda")
+    inputs = BackwardInputs(dout, q, k, v, lse, torch.zeros_like(lse), None)
+    totals = Gradients(*(Accumulator(torch.zeros(x.shape, device="cuda"), untouched=False) for x in (q, k, v)))
+    return (
+        lambda: kernel.forward([piece], q, k, v, state, scale),
+        lambda: kernel.backward([piece], inputs, totals, scale),
+    )
+
+
+def _try_whole(case: TaxCase, name: str, repeat: int) -> tuple[float, float] | None:
+    try:
+        return whole_ms(case, name, repeat)
+    except RuntimeError as error:
+        print(f"{name} cannot compute the whole of {case}: {error}")
+        return None
+
+
+def _case_fields(case: TaxCase) -> dict[str, Any]:
+    return {**asdict(case), "dtype": str(case.dtype).removeprefix("torch.")}
+
+
+def _flash_name() -> str:
+    from burst_attention.tiles.cuda import active_flash
+
+    return active_flash()
+
+
+def gpu(repeat: int, output: str | None = None, flash: str | None = None) -> list[dict[str, Any]]:
+    """Measure tiles and ring tax on the current GPU, print the rows, and append them to `output` when it is given."""
+    if not torch.cuda.is_available():
+        raise ValueError("bench gpu needs a GPU that torch can use, and there is none here")
+    if flash:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl(flash)
+    about = machine() | {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    rows = []
+    for row in (*tile_rows(repeat), *tax_rows(TAX_CASES, repeat, RANKS_TIMED)):
+        rows.append(row | about)
+        print(json.dumps(row), flush=True)
+        append_rows(output, rows[-1:])
+    return rows
+
+
+TAX_CASES = (
+    TaxCase(),
+    TaxCase(tokens_per_rank=4096),
+    TaxCase(kv_heads=8),
+    TaxCase(tokens_per_rank=4096, kv_heads=8),
+    TaxCase(ranks=4),
+    TaxCase(ranks=16, tokens_per_rank=4096),
+    TaxCase(causal=False, tokens_per_rank=4096),
+)
+RANKS_TIMED = (0, 2, 3, 7, 15)
+"""The first, the last, and those whose coalesced blocks lie on both sides of the diagonal."""

@@ -21,7 +21,7 @@ from burst_attention.api import plan
 from burst_attention.exactness import Finding, Problem, Sharding, gather, judge, run_rank
 from burst_attention.launch import RankFailedError, run_processes
 from burst_attention.mask import parse_mask
-from burst_attention.ring import Ring
+from burst_attention.ring import Ring, RingError, run_ranks
 
 HEADS, HEAD_DIM = 8, 32
 
@@ -82,11 +82,11 @@ def make_cases(ranks: int, tokens: int, mask: str | None, layout: str | None, di
     return cases
 
 
-def run_case(ring: Ring, case: Case) -> tuple[tuple[Tensor, ...], int, int, float]:
+def run_case(ring: Ring, case: Case, device: str) -> tuple[tuple[Tensor, ...], int, int, float]:
     """One rank's shards, the bytes its transport counted in one forward and backward, and its time."""
     started = time.perf_counter()
     before, control = ring.bytes_sent, ring.control_bytes
-    shards = run_rank(ring, case.problem, case.sharding)
+    shards = run_rank(ring, case.problem, case.sharding, device=device)
     return shards, ring.bytes_sent - before, ring.control_bytes - control, time.perf_counter() - started
 
 
@@ -107,6 +107,14 @@ def predicted_bytes(case: Case) -> int:
     )
     ranks = range(sharding.ring_size)
     return sum(2 * planned.bytes_sent(rank, "forward") + planned.bytes_sent(rank, "backward") for rank in ranks)
+
+
+def run_ring(case: Case, ranks: int, device: str) -> list[tuple[tuple[Tensor, ...], int, int, float]]:
+    """Every rank's part: on processes, or on a GPU as threads that share it."""
+    if device == "cuda":
+        torch.zeros(1, device="cuda")
+        return run_ranks(lambda ring: run_case(ring, case, device), ranks, timeout=600)
+    return run_processes(lambda ring: run_case(ring, case, device), ranks, timeout=600)
 
 
 def evaluate(case: Case, parts: list[tuple[tuple[Tensor, ...], int, int, float]]) -> Row:
@@ -140,12 +148,12 @@ def share_of_limit(finding: Finding) -> float:
     return max((error / limit if limit else (0.0 if error == 0 else float("inf"))) for error, limit in pairs)
 
 
-def check(cases: list[Case], ranks: int, as_json: bool, out: TextIO | None = None) -> bool:
-    """Run the table on `ranks` processes and print it; True when every verdict is ok."""
+def check(cases: list[Case], ranks: int, as_json: bool, out: TextIO | None = None, device: str = "cpu") -> bool:
+    """Run the table on `ranks` processes, or threads on a GPU, and print it; True when every verdict is ok."""
     out = out or sys.stdout
-    printer: Callable[[Row], None] = _json_printer(out) if as_json else _table_printer(out, cases, ranks)
+    printer: Callable[[Row], None] = _json_printer(out) if as_json else _table_printer(out, cases, ranks, device)
     passed = True
-    for row in _rows(cases, ranks, _Progress(len(cases), sys.stderr)):
+    for row in _rows(cases, ranks, device, _Progress(len(cases), sys.stderr)):
         printer(row)
         passed = passed and row.verdict == "ok"
     if not as_json:
@@ -153,13 +161,12 @@ def check(cases: list[Case], ranks: int, as_json: bool, out: TextIO | None = Non
     return passed
 
 
-def _rows(cases: list[Case], ranks: int, progress: _Progress) -> Iterator[Row]:
+def _rows(cases: list[Case], ranks: int, device: str, progress: _Progress) -> Iterator[Row]:
     for index, case in enumerate(cases):
         progress.show(index, case.name)
         try:
-            parts = run_processes(lambda ring, case=case: run_case(ring, case), ranks, timeout=600)  # type: ignore[misc]
-            row = evaluate(case, parts)
-        except RankFailedError as error:
+            row = evaluate(case, run_ring(case, ranks, device))
+        except (RankFailedError, RingError) as error:
             row = Row(case.name, case.directions, ranks, case.problem.tokens, verdict=f"FAILED: {error}")
         progress.clear()
         yield row
@@ -191,9 +198,10 @@ def _no_nan(row: Row) -> dict[str, None]:
     return {name: None for name, value in asdict(row).items() if isinstance(value, float) and math.isnan(value)}
 
 
-def _table_printer(out: TextIO, cases: list[Case], ranks: int) -> Callable[[Row], None]:
+def _table_printer(out: TextIO, cases: list[Case], ranks: int, device: str) -> Callable[[Row], None]:
     width = max(26, *(len(case.name) for case in cases))
-    title = f"{ranks} process{'es' if ranks > 1 else ''}, {cases[0].problem.tokens} tokens"
+    kind = "thread(s) on one GPU" if device == "cuda" else f"process{'es' if ranks > 1 else ''}"
+    title = f"{ranks} {kind}, {cases[0].problem.tokens} tokens"
     print(f"{title}; rms error against fp64, worst of out, dq, dk, dv", file=out)
     head = f"{'mask, layout, heads, dtype':{width}}  {'moves':11}  {'error':>8}  {'torch':>8}"
     head += f"  {'bytes':>11}  {'counted':>11}"

@@ -38,13 +38,19 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--mask", help='one mask instead of the table, e.g. "causal() & window(64)"')
     check.add_argument("--layout", choices=(*LAYOUT_NAMES, "balanced"), help="one layout for every case")
     check.add_argument("--direction", choices=("kv", "query", "auto"), help="one moving side instead of both")
+    check.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: ranks as threads on one GPU")
     check.add_argument("--json", action="store_true", help="print one JSON object per case")
     check.set_defaults(run=_check)
 
     bench = commands.add_parser("bench", help="measure against baselines in the same run")
-    bench.add_argument("suite", choices=("local",), help="local: processes on this machine's CPU against one process")
+    bench.add_argument(
+        "suite",
+        choices=("local", "gpu"),
+        help="local: processes on this CPU against one; gpu: kernels and rings on one GPU",
+    )
     bench.add_argument("--tokens", type=int, default=16384, help="length of the whole sequence (default 16384)")
     bench.add_argument("--repeat", type=int, default=5, help="measured repetitions, interleaved (default 5)")
+    bench.add_argument("--flash", help="gpu: what to activate under torch's flash operator, e.g. FA4")
     bench.add_argument("--output", help="append the rows, as JSON lines, to this file")
     bench.set_defaults(run=_bench)
 
@@ -73,10 +79,17 @@ def _check(args: argparse.Namespace) -> int:
         args.mask = str(parse_mask(args.mask))
         parse_mask(args.mask).require_cover(args.tokens, args.tokens)
     cases = make_cases(args.ranks, args.tokens, args.mask, args.layout, args.direction)
-    return 0 if check(cases, args.ranks, args.json) else 1
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a GPU that torch can use, and there is none here")
+    return 0 if check(cases, args.ranks, args.json, device=args.device) else 1
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if args.suite == "gpu":
+        from burst_attention.bench_gpu import gpu
+
+        gpu(repeat=args.repeat, output=args.output, flash=args.flash)
+        return 0
     from burst_attention.bench import local
 
     local(tokens=args.tokens, repeat=args.repeat, output=args.output)

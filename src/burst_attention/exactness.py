@@ -84,13 +84,15 @@ class Finding:
         return self.rms <= self.rms_limit and self.largest <= self.largest_limit
 
 
-def run_rank(ring: Ring, problem: Problem, sharding: Sharding, lse: Tensor | None = None) -> tuple[Tensor, ...]:
-    """One rank's part of a problem: its shards of out, lse, dq, dk, dv.
+def run_rank(
+    ring: Ring, problem: Problem, sharding: Sharding, lse: Tensor | None = None, device: str = "cpu"
+) -> tuple[Tensor, ...]:
+    """One rank's part of a problem: its shards of out, lse, dq, dk, dv, on the CPU again.
 
     lse takes a forward of its own, unless it is given: no choice of backward changes it.
     """
     layout = sharding.layout_for(problem)
-    q, k, v, dout = (layout.shard(x, ring.rank, 2) for x in problem.inputs())
+    q, k, v, dout = (layout.shard(x, ring.rank, 2).to(device) for x in problem.inputs())
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     options: dict[str, Any] = {
         "ring": ring,
@@ -104,7 +106,8 @@ def run_rank(ring: Ring, problem: Problem, sharding: Sharding, lse: Tensor | Non
             _, lse = burst_attention(q, k, v, return_lse=True, **options)
     out = burst_attention(q, k, v, **options)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-    return out.detach(), lse, dq, dk, dv
+    found = (out.detach(), lse, dq, dk, dv)
+    return tuple(x.cpu() for x in found)
 
 
 def gather(problem: Problem, sharding: Sharding, shards: Sequence[tuple[Tensor, ...]]) -> Attention:

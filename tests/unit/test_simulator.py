@@ -254,7 +254,7 @@ def packed_pieces_that_are_not_the_visits(phase: PhasePlan) -> Iterator[PhasePla
             yield changed(phase, step, pieces=(first._replace(low=first.low + 1), *rest))
 
 
-@refused(r"pieces touch")
+@refused(r"round \d: pieces|pieces touch")
 def visit_that_is_not_packed(phase: PhasePlan) -> Iterator[PhasePlan]:
     for _, step, visit in visits(phase):
         if visit.pieces:

@@ -47,6 +47,8 @@ class Pending:
     receives: Sequence[Parcel]
     where: str
     works: list[tuple[Parcel, Any]] = field(default_factory=list)
+    posted: Any = None
+    """On a GPU, the event of the moment it was posted."""
     done: bool = False
     error: tuple[Parcel, Exception] | None = None
 

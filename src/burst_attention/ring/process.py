@@ -43,6 +43,9 @@ class ProcessRing(Ring):
         weakref.finalize(self, self._posted.put, None)
 
     def _start(self, pending: Pending) -> None:
+        if any(parcel.tensor.is_cuda for parcel in (*pending.receives, *pending.sends)):
+            self._start_on_gpu(pending)
+            return
         # Receives first, so that a message which arrives early lands in place.
         for parcel in pending.receives:
             work = dist.irecv(parcel.tensor, group=self._group, group_src=parcel.peer, tag=parcel.channel)
@@ -53,7 +56,22 @@ class ProcessRing(Ring):
         if pending.works:
             self._posted.put(pending)
 
+    def _start_on_gpu(self, pending: Pending) -> None:
+        """One group of transfers: posted one by one, a receive would keep NCCL's stream from the send it waits for.
+
+        NCCL's own stream begins when all that is enqueued now is done, and runs beside what is enqueued next.
+        """
+        operations = [dist.P2POp(dist.irecv, p.tensor, group=self._group, group_peer=p.peer) for p in pending.receives]
+        operations += [dist.P2POp(dist.isend, p.tensor, group=self._group, group_peer=p.peer) for p in pending.sends]
+        pending.posted = dist.batch_isend_irecv(operations)
+
     def _finish(self, pending: Pending) -> None:
+        if pending.posted is not None:
+            # The device waits, not the host: an error shows at the next agreement, or by NCCL's own watchdog.
+            for work in pending.posted:
+                work.wait()
+            return
+
         def unfinished() -> list[int]:
             if pending.done:
                 return []

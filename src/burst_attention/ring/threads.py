@@ -23,6 +23,10 @@ _ring_numbers = itertools.count()
 class _Letter:
     tensor: Tensor
     taken: bool = False
+    ready: Any = None
+    """On a GPU, the event after which the tensor may be read."""
+    copied: Any = None
+    """On a GPU, the event after which it may be written again."""
 
 
 class ThreadRing(Ring):
@@ -32,10 +36,14 @@ class ThreadRing(Ring):
         super().__init__(name, rank, size, timeout, Inbox())
         self._ranks = ranks
         self._letters: defaultdict[tuple[int, int], deque[_Letter]] = defaultdict(deque)
+        self._copy_stream: Any = None
 
     def _start(self, pending: Pending) -> None:
+        if any(parcel.tensor.is_cuda for parcel in (*pending.sends, *pending.receives)):
+            # What is sent has been computed, and what is received into has been read, by all that is enqueued so far.
+            pending.posted = torch.cuda.current_stream().record_event()
         for parcel in pending.sends:
-            letter = _Letter(parcel.tensor)
+            letter = _Letter(parcel.tensor, ready=pending.posted)
             pending.works.append((parcel, letter))
             reader = self._ranks[parcel.peer]
             with reader._inbox.changed:
@@ -44,7 +52,7 @@ class ThreadRing(Ring):
 
     def _finish(self, pending: Pending) -> None:
         for parcel in pending.receives:
-            self._receive(parcel, pending.where)
+            self._receive(parcel, pending)
         letters = pending.works
 
         def untaken() -> list[int]:
@@ -54,8 +62,12 @@ class ThreadRing(Ring):
             return f"rank {peer} does not take {next(parcel.what for parcel, _ in letters if parcel.peer == peer)}"
 
         self._await(untaken, describe, pending.where)
+        for _, letter in letters:
+            if letter.copied is not None:
+                torch.cuda.current_stream().wait_event(letter.copied)
 
-    def _receive(self, parcel: Parcel, where: str) -> None:
+    def _receive(self, parcel: Parcel, pending: Pending) -> None:
+        where = pending.where
         with self._inbox.changed:
             queue = self._letters[parcel.peer, parcel.channel]
         self._await(lambda: [] if queue else [parcel.peer], lambda peer: f"no {parcel.what} from rank {peer}", where)
@@ -66,11 +78,25 @@ class ThreadRing(Ring):
                 f"{parcel.tensor.nbytes} were planned"
             )
         # Copied here, by the receiver: the sender may reuse its buffer once the letter is taken.
-        parcel.tensor.copy_(letter.tensor)
+        if parcel.tensor.is_cuda:
+            self._copy_on_gpu(parcel.tensor, letter, pending)
+        else:
+            parcel.tensor.copy_(letter.tensor)
         writer = self._ranks[parcel.peer]
         with writer._inbox.changed:
             letter.taken = True
             writer._inbox.changed.notify_all()
+
+    def _copy_on_gpu(self, target: Tensor, letter: _Letter, pending: Pending) -> None:
+        """Copy on a stream of its own, beside what this rank computes; the rank's stream waits for the end of it."""
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
+        for event in (letter.ready, pending.posted):
+            self._copy_stream.wait_event(event)
+        with torch.cuda.stream(self._copy_stream):
+            target.copy_(letter.tensor)
+        letter.copied = self._copy_stream.record_event()
+        torch.cuda.current_stream().wait_event(letter.copied)
 
     def _send_control(self, peer: int, data: bytes) -> None:
         self._ranks[peer]._inbox.deliver(self.rank, data)
@@ -89,7 +115,7 @@ def run_ranks(fn: Callable[[Ring], Result], ring_size: int, *, timeout: float = 
 
     Grad mode, inference mode, autocast, the default device and the current CUDA device carry over into the threads. The
     first error of any rank is raised here, after the others have been told and have ended; `timeout` bounds every wait
-    inside the ring.
+    inside the ring. Where CUDA is in use each rank has a stream of its own, and the caller's waits for them all.
     """
     if ring_size < 1:
         raise ValueError(f"ring_size must be at least 1, got {ring_size}")
@@ -102,9 +128,11 @@ def run_ranks(fn: Callable[[Ring], Result], ring_size: int, *, timeout: float = 
         for ring in rings:
             ring._inbox.leave(rank, reason)
 
+    streams = _rank_streams(ring_size)
+
     def body(rank: int) -> None:
         try:
-            with context():
+            with context(), torch.cuda.stream(streams[rank]):
                 results[rank] = fn(rings[rank])
             leave(rank, f"rank {rank} has returned")
         except BaseException as error:
@@ -116,10 +144,23 @@ def run_ranks(fn: Callable[[Ring], Result], ring_size: int, *, timeout: float = 
         thread.start()
     for thread in threads:
         thread.join()
+    for stream in streams:
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
     if errors:
         # The cause, not what other ranks raised because of it, whoever was quicker to end.
         raise min(errors, key=lambda at: (isinstance(at[1], RingError), not rings[at[0]].failed_first))[1]
     return results
+
+
+def _rank_streams(ring_size: int) -> list[Any]:
+    """A stream per rank where CUDA is in use, behind all that the caller has enqueued; else nothing."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return [None] * ring_size
+    streams = [torch.cuda.Stream() for _ in range(ring_size)]  # type: ignore[no-untyped-call]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    return streams
 
 
 def _capture_context() -> Callable[[], contextlib.AbstractContextManager[None]]:

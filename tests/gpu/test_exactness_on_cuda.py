@@ -1,0 +1,47 @@
+"""The core's rule on one GPU: a pairwise cover of its matrix in bf16 and fp16, and the steady shapes of vendor kernels.
+
+lse is judged apart. Matrix units sum scores in fp32 whatever the kernel, so lse cannot hold 2 ulp of numbers near 1 as
+the CPU's fp64 sums do (docs/numerics.md); kernel="plain" on fp32 inputs is the exact road.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from burst_attention import causal, run_ranks
+from burst_attention.exactness import Problem, Sharding, gather, judge, run_rank
+from tests.ring import matrix
+from tests.ring.matrix import problem_of, require_exact
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+COVER = matrix.pairwise_cover()
+MOST_LSE_ULP = 16
+
+
+def judge_on_gpu(problem: Problem, sharding: Sharding) -> None:
+    torch.zeros(1, device="cuda")
+    shards = run_ranks(lambda ring: run_rank(ring, problem, sharding, device="cuda"), sharding.ring_size, timeout=300)
+    *findings, lse = judge(problem, gather(problem, sharding, shards))
+    require_exact(problem, sharding, findings)
+    assert lse.largest <= MOST_LSE_ULP, lse
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("part", range(8))
+def test_pairwise_cover(part: int, dtype: torch.dtype) -> None:
+    for layout, mask, heads, _, ring_size, forward, backward, tokens in COVER[part::8]:
+        problem = replace(problem_of(mask, heads, "bf16", tokens), dtype=dtype)
+        judge_on_gpu(problem, Sharding(ring_size, layout, forward, backward))
+
+
+@pytest.mark.parametrize("direction", ["kv", "query"])
+@pytest.mark.parametrize(("mask", "layout"), [(str(causal()), "zigzag"), ("full()", "contiguous")])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=["MHA", "GQA4"])
+def test_vendor_tiles(direction: str, mask: str, layout: str, heads: tuple[int, int]) -> None:
+    """Shards of 2048 tokens and head dim 128 go to cuDNN or the flash operator."""
+    problem = Problem(8192, mask, *heads, 128, torch.bfloat16)
+    judge_on_gpu(problem, Sharding(4, layout, direction, direction))
