@@ -11,8 +11,10 @@ demo: $(READY)
 	$(BIN)/burst check
 
 # Without GPUs: autograd's device threads would keep the tests from forking ranks. `make test-gpu` is for GPUs.
+# Our Triton kernels run in Triton's interpreter, which must be chosen before they are imported: a process of its own.
 test: lint types
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu
