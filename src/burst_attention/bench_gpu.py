@@ -6,6 +6,7 @@ alone: what other ranks would send is handed over by reference, or copied on a s
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -260,7 +261,8 @@ def gpu(repeat: int, output: str | None = None, flash: str | None = None) -> lis
         activate_flash_attention_impl(flash)
     about = machine() | {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     rows = []
-    for row in (*tile_rows(repeat), *tax_rows(TAX_CASES, repeat, RANKS_TIMED)):
+    taxed, breakdown = tax_rows(TAX_CASES, repeat, RANKS_TIMED), (breakdown_rows(case, 3) for case in TAX_CASES[:2])
+    for row in itertools.chain(taxed, *breakdown, tile_rows(repeat)):
         rows.append(row | about)
         print(json.dumps(row), flush=True)
         append_rows(output, rows[-1:])
@@ -278,3 +280,46 @@ TAX_CASES = (
 )
 RANKS_TIMED = (0, 2, 3, 7, 15)
 """The first, the last, and those whose coalesced blocks lie on both sides of the diagonal."""
+
+KINDS = {
+    "attention": ("flash", "sdpa", "cudnn"),
+    "merge": ("_merge_kernel",),
+    "sums and packing": ("_sum_kernel",),
+    "stand-in and delta": ("_stand_in_kernel", "_delta_kernel"),
+    "bench": ("distribution",),
+}
+"""What a device kernel's name says of its purpose; "bench" makes up blocks and does not count."""
+
+
+def kind_of(kernel_name: str) -> str:
+    """The purpose of a device kernel."""
+    return next((kind for kind, marks in KINDS.items() if any(mark in kernel_name for mark in marks)), "other")
+
+
+def breakdown_rows(case: TaxCase, rank: int, repeat: int = 3) -> Iterator[dict[str, Any]]:
+    """Where a rank's time on the device goes, by torch's profiler."""
+    made = case.plan(coalesce=2)
+    ring = LoneRing(rank, case.ranks, made_up_blocks(case, made, "cuda"))
+    q, k, v, dout = _inputs(case, case.tokens_per_rank)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+
+    def attend() -> Tensor:
+        out: Tensor = burst_attention(q, k, v, ring=ring, check="off", coalesce=2, **case.options)
+        return out
+
+    out = attend()
+    calls = {"forward": attend, "backward": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)}
+    for phase, call in calls.items():
+        for _ in range(WARM_UPS):
+            call()
+        with torch.profiler.profile() as profile:
+            for _ in range(repeat):
+                call()
+            torch.cuda.synchronize()
+        spent: dict[str, float] = {}
+        for event in profile.key_averages():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                kind = kind_of(event.key)
+                spent[kind] = spent.get(kind, 0.0) + event.self_device_time_total / repeat
+        row = _case_fields(case) | {"suite": "gpu-breakdown", "flash": _flash_name(), "rank": rank, "phase": phase}
+        yield row | {"microseconds": {kind: round(value) for kind, value in spent.items() if kind != "bench"}}
