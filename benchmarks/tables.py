@@ -78,11 +78,58 @@ def claims_table() -> list[str]:
     return lines
 
 
+def of_suite(suite: str) -> list[Row]:
+    return [row for row in rows_of("gpu") if row["suite"] == suite]
+
+
+def heads_of(row: Row) -> str:
+    return "MHA" if row["heads"] == row["kv_heads"] else f"GQA {row['heads'] // row['kv_heads']}"
+
+
+def gpu_tax_table() -> list[str]:
+    lines = [
+        "| W | S | mask | heads | blocks at once | receives | forward tax | backward tax | ms of the slowest rank "
+        "| whole, fastest, ms | host, ms | planned peak | GPU, torch, flash, commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    keys = ("ranks", "tokens_per_rank", "causal", "kv_heads", "coalesce", "copies", "flash")
+    for row in latest(of_suite("gpu-tax"), *keys):
+        whole = [
+            min(row[key] for key in row if key.startswith("whole_") and key.endswith(f"{phase}_ms"))
+            for phase in ("forward", "backward")
+        ]
+        lines.append(
+            f"| {row['ranks']} | {row['tokens_per_rank']} | {'causal, zigzag' if row['causal'] else 'full'} | "
+            f"{heads_of(row)} | {row['coalesce']} | {'copied' if row['copies'] else 'by reference'} | "
+            f"**{row['forward_tax']:.3f}** | **{row['backward_tax']:.3f}** | "
+            f"{row['forward_ms']:.2f} / {row['backward_ms']:.2f} | {whole[0]:.1f} / {whole[1]:.1f} | "
+            f"{row['forward_host_ms']:.1f} / {row['backward_host_ms']:.1f} | {row['planned_peak_gib']:.2f} GiB | "
+            f"{row['gpu']}, {row['torch']}, {row['flash']}, {row['commit']} |"
+        )
+    return lines
+
+
+def gpu_breakdown_table() -> list[str]:
+    kinds = ("attention", "merge", "sums and packing", "stand-in and delta", "other")
+    lines = [
+        f"| S | flash | phase | {' | '.join(kinds)} | all but attention |",
+        "|---|---|---|" + "---|" * (len(kinds) + 1),
+    ]
+    for row in latest(of_suite("gpu-breakdown"), "tokens_per_rank", "flash", "phase"):
+        spent = row["microseconds"]
+        rest = sum(value for kind, value in spent.items() if kind != "attention") / spent["attention"]
+        cells = " | ".join(f"{spent.get(kind, 0):,}" for kind in kinds)
+        lines.append(f"| {row['tokens_per_rank']} | {row['flash']} | {row['phase']} | {cells} | {rest:.1%} |")
+    return lines
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "local": local_table,
     "exactness": exactness_table,
     "claims": claims_table,
     "soak": soak_table,
+    "gpu-tax": gpu_tax_table,
+    "gpu-breakdown": gpu_breakdown_table,
 }
 
 

@@ -308,7 +308,10 @@ def breakdown_rows(case: TaxCase, rank: int, repeat: int = 3) -> Iterator[dict[s
         return out
 
     out = attend()
-    calls = {"forward": attend, "backward": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)}
+    calls: dict[str, Callable[[], Any]] = {
+        "forward": attend,
+        "backward": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
+    }
     for phase, call in calls.items():
         for _ in range(WARM_UPS):
             call()
@@ -318,7 +321,7 @@ def breakdown_rows(case: TaxCase, rank: int, repeat: int = 3) -> Iterator[dict[s
             torch.cuda.synchronize()
         spent: dict[str, float] = {}
         for event in profile.key_averages():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
+            if "CUDA" in str(event.device_type):
                 kind = kind_of(event.key)
                 spent[kind] = spent.get(kind, 0.0) + event.self_device_time_total / repeat
         row = _case_fields(case) | {"suite": "gpu-breakdown", "flash": _flash_name(), "rank": rank, "phase": phase}

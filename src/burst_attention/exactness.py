@@ -125,7 +125,8 @@ def truth(problem: Problem) -> tuple[Attention, Attention]:
     allowed = allowed_pairs(mask, positions, positions)
     # The oracle is the slow part; where there is a GPU, fp64 is fp64.
     device = "cuda" if torch.cuda.is_available() and problem.tokens >= GPU_ORACLE_TOKENS else "cpu"
-    oracle = reference_gradients(*(x.to(device) for x in problem.inputs()), allowed.to(device))
+    q, k, v, dout = (x.to(device) for x in problem.inputs())
+    oracle = reference_gradients(q, k, v, dout, allowed.to(device))
     return Attention(*(x.cpu() for x in oracle)), flash_attention(*problem.inputs(), allowed)
 
 
