@@ -81,6 +81,11 @@ DIFFERENCES = [
         ("ranks disagree on options", "wire_dtype=None", "rank 1 has", "wire_dtype=bfloat16", "the same call"),
         {"wire_dtype": torch.bfloat16},
     ),
+    Difference(
+        "coalesce",
+        ("ranks disagree on options", "coalesce=1", "rank 1 has", "coalesce=2", "the same call"),
+        {"coalesce": 2},
+    ),
     Difference("check", both("check", "always", "first"), {"check": "first"}),
     Difference(
         "query-tokens",
@@ -173,7 +178,26 @@ BAD = [
     Bad("direction", (f"direction {ONE_OF_SIDES}, got 'sideways'",), {"direction": "sideways"}),
     Bad("forward-direction", (f"forward_direction {ONE_OF_SIDES}, got None",), {"forward_direction": None}),
     Bad("check", ("check must be one of 'always', 'first', 'off', got 'sometimes'",), {"check": "sometimes"}),
-    Bad("kernel", ("there is no kernel 'fast'; use one of auto, flash, plain",), {"kernel": "fast"}),
+    Bad(
+        "kernel", ("there is no kernel 'fast'; use one of auto, flash, cuda, triton, cudnn, plain",), {"kernel": "fast"}
+    ),
+    *(
+        Bad(
+            f"{name}-on-cpu",
+            (f"kernel '{name}' cannot serve this call: it runs on a GPU, the tensors are on cpu; use kernel='auto'",),
+            {"kernel": name},
+        )
+        for name in ("cuda", "triton", "cudnn")
+    ),
+    *(
+        Bad(
+            f"coalesce-{value}",
+            (f"coalesce must be 'auto' or a whole number from 1 to 8, got {value!r}",),
+            {"coalesce": value},
+        )
+        for value in (0, 9, True, "two", 1.5)
+    ),
+    Bad("return-lse-type", ("return_lse must be True or False, got 'no'",), {"return_lse": "no"}),
     Bad(
         "flash-in-fp16",
         ("kernel 'flash' cannot serve this call: it serves float32 and bfloat16", "torch.float16", "use kernel='auto'"),

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from burst_attention import causal, full, plan, window
 from burst_attention.geometry import Piece, make_piece
 from burst_attention.merge import State, clear, finish, merge
+from burst_attention.ops import require_served
 from burst_attention.reference import reference_attention
 from burst_attention.tiles import Accumulator, BackwardInputs, Gradients, TileKernel
 from burst_attention.tiles.cpu_flash import CpuFlashKernel, stand_in_for_out
 from burst_attention.tiles.pick import TileRequest, pick_kernel
 from burst_attention.tiles.plain import PlainKernel
+from burst_attention.tiles.policy import Case, choose
 from burst_attention.tiles.split import CAUSAL, FULL, MASKED, allowed_block, rows_without_keys, split_piece
 
 CPU = torch.device("cpu")
@@ -132,3 +137,67 @@ def test_merging_states_without_keys_gives_no_nan() -> None:
 )
 def test_the_first_kernel_that_can_serve_is_picked(request_: TileRequest, expected: str) -> None:
     assert pick_kernel("auto", request_).name == expected
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
+def test_a_vendor_kernel_by_name_serves_full_and_causal_masks_only(kernel: str) -> None:
+    """Judged from the plan of all ranks, so that every rank refuses alike, before the first hop."""
+    vendor = pytest.importorskip("burst_attention.tiles.vendor")
+    tiles = {"cudnn": vendor.CudnnKernel, "flash": vendor.FlashKernel}[kernel]()
+    for mask in (full(), causal()):
+        require_served(tiles, plan(64, 4, heads=1, head_dim=8, mask=mask, layout="zigzag", requires_grad=""))
+    message = rf"kernel '{kernel}' serves full and square causal pieces only, and mask window\(7\) in layout zigzag"
+    with pytest.raises(ValueError, match=message):
+        require_served(tiles, plan(64, 4, heads=1, head_dim=8, mask=window(7), layout="zigzag"))
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (TileRequest("cuda", torch.float32, 64, 64), "it serves bfloat16 and float16"),
+        (TileRequest("cuda", torch.bfloat16, 64, 64, returns_lse=True), "takes no gradient on lse"),
+        (TileRequest("cuda", torch.bfloat16, 512, 512), "head dims up to 256, got 512 and 512"),
+        (TileRequest("cuda", torch.float64, 64, 64), "it serves float32, bfloat16 and float16"),
+        (TileRequest("cuda", torch.bfloat16, 64, 32), "it needs equal head dims, got 64 for q, k and 32 for v"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_gpu_kernels_say_what_they_cannot_serve(request_: TileRequest, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pick_kernel("flash", request_)
+
+
+def test_without_triton_a_gpu_kernel_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burst_attention.tiles.pick.has_triton", lambda: False)
+    request_ = TileRequest("cuda", torch.bfloat16, 64, 64)
+    assert pick_kernel("auto", request_).name == "plain"
+    with pytest.raises(ValueError, match="it needs triton, which cannot be imported here; install triton"):
+        pick_kernel("triton", request_)
+
+
+CASE = Case("forward", "full", 8192, 4096, 128, 128, torch.bfloat16, (9, 0), "FA2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "cudnn"),
+        ({"flash": "FA4"}, "flash"),
+        ({"flash": "FA4", "head_dim": 96, "value_dim": 96}, "cudnn"),
+        ({"capability": (8, 0)}, "flash"),
+        ({"capability": (7, 5)}, "triton"),
+        ({"capability": (0, 0)}, "triton"),
+        ({"kind": "masked"}, "triton"),
+        ({"kind": "causal", "q_count": 4096}, "cudnn"),
+        ({"dtype": torch.float32}, "triton"),
+        ({"q_count": 8191}, "triton"),
+        ({"k_count": 512}, "triton"),
+        ({"head_dim": 192}, "cudnn"),
+        ({"head_dim": 192, "capability": (8, 0)}, "triton"),
+        ({"head_dim": 100, "value_dim": 100}, "triton"),
+        ({"scale": -1.0}, "triton"),
+    ],
+    ids=str,
+)
+def test_the_policy_for_pieces(changes: dict[str, object], expected: str) -> None:
+    assert choose(replace(CASE, **changes)).name == expected  # type: ignore[arg-type]

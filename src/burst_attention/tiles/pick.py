@@ -1,7 +1,7 @@
 """Which kernel serves a call: one pure function over a table, each row with its reason.
 
-On a GPU the kernel "cuda" decides further, piece by piece (cuda.py). Kernels that need triton are imported when a call
-on a GPU asks for them, never before.
+On a GPU the kernel "cuda" decides further, piece by piece (cuda.py, policy.py). Kernels that need triton are imported
+when a call on a GPU asks for them, never before.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ CHOICES = (
         _cpu_flash_refusal,
         "fastest on CPU in fp32 and bf16; its speed in fp16 hangs on the processor, so fp16 goes to plain",
     ),
-    Choice("cuda", lambda: _gpu_kernel("cuda"), _gpu_refusal, "on a GPU, the fastest for each piece (cuda.py)"),
+    Choice("cuda", lambda: _gpu_kernel("cuda"), _gpu_refusal, "on a GPU, the fastest for each piece (policy.py)"),
     Choice("triton", lambda: _gpu_kernel("triton"), _triton_refusal, "takes a gradient on lse, which vendors do not"),
     Choice("cudnn", lambda: _gpu_kernel("cudnn"), _vendor_refusal, "by name only: it serves full and causal pieces"),
     Choice("flash", lambda: _gpu_kernel("flash"), _flash_refusal, "by name only, like cudnn"),

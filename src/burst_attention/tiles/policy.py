@@ -1,0 +1,76 @@
+"""Which implementation computes a piece on a GPU: one pure function over a table, each row with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+STEADY_ROWS = 1024
+STEADY_MULTIPLE = 128
+FLASH_DIMS = 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the choice of an implementation for one piece hangs on."""
+
+    phase: str
+    kind: str
+    """"full", "causal" (a square triangle) or "masked"."""
+    q_count: int
+    k_count: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    capability: tuple[int, int]
+    flash: str
+    """"FA2", what torch ships, or the name of what was activated in its place."""
+    scale: float = 1.0
+
+    @property
+    def steady(self) -> bool:
+        """Large and round: a shape that will come again, as whole shards and halves of them do."""
+        return all(count >= STEADY_ROWS and count % STEADY_MULTIPLE == 0 for count in (self.q_count, self.k_count))
+
+    @property
+    def vendor(self) -> bool:
+        """Whether any vendor kernel can serve it."""
+        half = self.dtype in (torch.bfloat16, torch.float16)
+        return self.kind != "masked" and half and self.steady and self.scale > 0 and self.capability >= (8, 0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the policy."""
+
+    name: str
+    when: Callable[[Case], bool]
+    reason: str
+
+
+CHOICES = (
+    Row(
+        "flash",
+        lambda c: c.vendor and c.flash not in ("FA2", "") and c.head_dim == c.value_dim and c.head_dim in (64, 128),
+        "an activated FlashAttention-3 or 4 was fastest on large tiles, forward and backward",
+    ),
+    Row(
+        "cudnn",
+        lambda c: c.vendor and c.capability >= (9, 0) and c.head_dim % 8 == 0 and c.value_dim % 8 == 0
+        and max(c.head_dim, c.value_dim) <= 256,
+        "fastest of what torch ships on Hopper and later; a new shape costs it 150 ms, so steady ones only",
+    ),
+    Row(
+        "flash",
+        lambda c: c.vendor and c.head_dim == c.value_dim and c.head_dim % 8 == 0 and c.head_dim <= FLASH_DIMS,
+        "FlashAttention-2 where cuDNN's is not the faster one: Ampere and Ada",
+    ),
+    Row("triton", lambda c: True, "every mask, shape and dtype; carries the state, so nothing is merged"),
+)  # fmt: skip
+
+
+def choose(case: Case) -> Row:
+    """The first row that serves a piece."""
+    return next(row for row in CHOICES if row.when(case))
