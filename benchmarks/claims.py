@@ -52,8 +52,8 @@ def lse_ulp(dtype: torch.dtype) -> str:
     return f"{finding.largest:.1f} ulp at worst"
 
 
-def peak_shards(tokens: int, direction: str) -> str:
-    made = plan(4 * tokens, 4, heads=8, head_dim=64, dtype=torch.float32, direction=direction)
+def peak_shards(tokens: int, direction: str, coalesce: int = 1) -> str:
+    made = plan(4 * tokens, 4, heads=8, head_dim=64, dtype=torch.float32, direction=direction, coalesce=coalesce)
     return f"{made.peak_bytes(1) / (8 * tokens * 64 * 4):.1f} shards of q"
 
 
@@ -65,6 +65,8 @@ CLAIMS: dict[str, Callable[[], str]] = {
     "planned peak of backward, W=4, S=1024, fp32 MHA, key side": lambda: peak_shards(1024, "kv"),
     "planned peak of backward, W=4, S=1024, fp32 MHA, query side": lambda: peak_shards(1024, "query"),
     "planned peak of backward, W=4, S=16384, fp32 MHA, query side": lambda: peak_shards(16384, "query"),
+    "planned peak of backward, W=4, S=1024, fp32 MHA, query side, coalesce=2": lambda: peak_shards(1024, "query", 2),
+    "planned peak of backward, W=4, S=16384, fp32 MHA, query side, coalesce=2": lambda: peak_shards(16384, "query", 2),
 }
 
 

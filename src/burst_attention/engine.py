@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from burst_attention.geometry import Piece, count_rows, row_offset
-from burst_attention.merge import State, clear, merge, normalise
+from burst_attention.merge import State, clear, merge, normalised
 from burst_attention.ring import Parcel, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer, make_bundle
 from burst_attention.schedule.plan import OPERAND, RESULT
@@ -69,8 +69,10 @@ class ForwardWork:
 
     def combine(self, first: int, arrived: Mapping[str, Tensor], at_home: bool, visiting: Mapping[str, Tensor]) -> None:
         """Merge a partial state that has arrived, from row `first` on."""
-        mine = self.home if at_home else state_of(visiting)
-        merge(mine.rows(first, first + arrived["acc"].shape[2]), state_of(arrived))
+        mine, theirs = self.home if at_home else state_of(visiting), state_of(arrived)
+        if theirs.acc.dtype != mine.acc.dtype:
+            theirs = theirs._replace(acc=theirs.acc.to(mine.acc.dtype).mul_(theirs.total.unsqueeze(-1)))
+        merge(mine.rows(first, first + theirs.acc.shape[2]), theirs)
 
     def settle(self) -> None:
         """Nothing waits: states that travel are merged at once."""
@@ -240,8 +242,6 @@ class PhaseRun:
             self.computing, self.sending = self.sending, self.computing
             return
         views = self.computing.fields(0, step.row_count)
-        if "acc" in views:
-            # acc is a sum of as many values as there are keys: a narrower dtype might not hold it.
-            normalise(state_of(views))
         for name, view in self.sending.fields(0, step.row_count).items():
-            view.copy_(views[name])
+            # acc is a sum of as many values as there are keys, which another dtype might not hold: it travels as out.
+            view.copy_(normalised(state_of(views)) if name == "acc" else views[name])

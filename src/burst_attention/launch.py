@@ -102,7 +102,7 @@ def _let_threads_end() -> None:
 
 def _is_running(task: Path) -> bool:
     try:
-        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] in "RD"
     except OSError:
         return False
 

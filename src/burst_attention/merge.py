@@ -77,13 +77,9 @@ def merge_partial(state: State, out: Tensor, lse: Tensor) -> None:
     merge(state, State(out, lse, (lse != float("-inf")).to(state.total.dtype)))
 
 
-def normalise(state: State) -> None:
-    """The same state with total = 1: acc becomes out and peak lse, in place. Rows without keys stay as they are."""
-    some = state.total > 0
-    total = torch.where(some, state.total, 1.0)
-    state.acc.div_(total.unsqueeze(-1))
-    state.peak.add_(torch.log(total))
-    state.total.copy_(some)
+def normalised(state: State) -> Tensor:
+    """out = acc / total, as acc travels in another dtype; 0 for rows without keys."""
+    return state.acc / torch.where(state.total > 0, state.total, 1.0).unsqueeze(-1)
 
 
 def finish(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burst_attention import Ring, burst_attention, causal, run_ranks, window
+from burst_attention import Layout, Ring, burst_attention, causal, run_ranks, window
 from tests.ring.call_variants import each_direction, each_forward_direction
 from tests.ring.problems import TIMEOUT, TOLERANCE, Problem, assert_close, check, local_leaves, oracle
 
@@ -165,3 +165,20 @@ def test_double_backward_is_refused_by_name(of: str) -> None:
 
     for text in run_ranks(body, 3, timeout=TIMEOUT):
         assert "burst_attention has no double backward" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("coalesce", [1, 2])
+def test_a_narrow_wire_carries_large_sums_and_an_exact_lse(dtype: torch.dtype, coalesce: int) -> None:
+    """Equal scores and values of 200: the sum over 1000 keys is more than fp16 holds, their mean is not."""
+    layout = Layout.contiguous(1000, 4)
+    q, v = torch.zeros(1, 1, 1000, 8, dtype=dtype), torch.full((1, 1, 1000, 8), 200.0, dtype=dtype)
+
+    def body(ring: Ring) -> tuple[torch.Tensor, torch.Tensor]:
+        mine = (layout.shard(x, ring.rank, 2) for x in (q, q, v))
+        wire = {"forward_direction": "query", "wire_dtype": torch.float16, "coalesce": coalesce}
+        return burst_attention(*mine, ring=ring, layout=layout, return_lse=True, **wire)
+
+    for out, lse in run_ranks(body, 4, timeout=TIMEOUT):
+        torch.testing.assert_close(out, torch.full_like(out, 200.0), atol=0.2, rtol=0.0)
+        torch.testing.assert_close(lse, torch.full_like(lse, math.log(1000)), atol=1e-6, rtol=0.0)

@@ -16,16 +16,20 @@ from burst_attention.tiles.cpu_flash import CpuFlashKernel
 from burst_attention.tiles.plain import PlainKernel
 
 SHARD, HEADS, HEAD_DIM = 512, 8, 64
+Case = tuple[str, str, str, torch.dtype, int, int]
 
 
-def traced_peak(ring: Ring, mask: str, layout: str, direction: str, dtype: torch.dtype, kv_heads: int) -> int:
+def traced_peak(
+    ring: Ring, mask: str, layout: str, direction: str, dtype: torch.dtype, kv_heads: int, coalesce: int
+) -> int:
     """Most bytes allocated at once by a forward and backward, beyond its inputs."""
     heads = (HEADS, kv_heads, kv_heads, HEADS)
     q, k, v, dout = (torch.randn(1, count, SHARD, HEAD_DIM).to(dtype) for count in heads)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
 
     def run() -> None:
-        out = burst_attention(q, k, v, ring=ring, mask=parse_mask(mask), layout=layout, direction=direction)
+        options = {"mask": parse_mask(mask), "layout": layout, "direction": direction, "coalesce": coalesce}
+        out = burst_attention(q, k, v, ring=ring, **options)
         torch.autograd.grad(out, (q, k, v), dout)
 
     run()
@@ -41,30 +45,28 @@ def traced_peak(ring: Ring, mask: str, layout: str, direction: str, dtype: torch
     return peak
 
 
-def measure(ring_size: int, mask: str, layout: str, direction: str, dtype: torch.dtype, kv_heads: int) -> list[int]:
-    def body(ring: Ring) -> int:
-        return traced_peak(ring, mask, layout, direction, dtype, kv_heads)
-
-    return run_processes(body, ring_size, timeout=120)
+def measure(ring_size: int, case: Case) -> list[int]:
+    return run_processes(lambda ring: traced_peak(ring, *case), ring_size, timeout=120)
 
 
-CASES = [
-    ("full()", "contiguous", "kv", torch.float32, 8),
-    ("causal()", "zigzag", "query", torch.bfloat16, 8),
-    ("causal()", "zigzag", "kv", torch.float32, 2),
-    ("causal() & window(200)", "contiguous", "query", torch.float32, 8),
+CASES: list[Case] = [
+    ("full()", "contiguous", "kv", torch.float32, 8, 1),
+    ("causal()", "zigzag", "query", torch.bfloat16, 8, 1),
+    ("causal()", "zigzag", "kv", torch.float32, 2, 1),
+    ("causal() & window(200)", "contiguous", "query", torch.float32, 8, 1),
+    ("causal()", "zigzag", "query", torch.float32, 8, 2),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace("torch.", ""))
-def test_peak_is_flat_in_ring_size_and_as_planned(case: tuple[str, str, str, torch.dtype, int]) -> None:
-    mask, layout, direction, dtype, kv_heads = case
+def test_peak_is_flat_in_ring_size_and_as_planned(case: Case) -> None:
+    mask, layout, direction, dtype, kv_heads, coalesce = case
     peaks = {}
     for ring_size in (2, 4, 8, 16):
-        measured = measure(ring_size, *case)
+        measured = measure(ring_size, case)
         planned = plan(
             SHARD * ring_size, ring_size, heads=HEADS, kv_heads=kv_heads, head_dim=HEAD_DIM, dtype=dtype,
-            mask=parse_mask(mask), layout=layout, direction=direction,
+            mask=parse_mask(mask), layout=layout, direction=direction, coalesce=coalesce,
         )  # fmt: skip
         for rank, peak in enumerate(measured):
             assert planned.peak_bytes(rank) == pytest.approx(peak, rel=0.10), f"W={ring_size}, rank {rank}"

@@ -159,14 +159,15 @@ class PhasePlan:
     def slot_rows(self, rank: int) -> tuple[int, int, int]:
         """Rows of a rank's operand buffers: two for visiting blocks in turn, and one for what it sends of its own.
 
-        In round 0 nobody visits yet, so what is sent then is packed into the first of the two.
+        In round 0 nobody visits yet, so what is sent then is packed into the first of the two. Both are as large as the
+        larger, so that a small ring holds what a large one does.
         """
         sizes = [0, 0, 0]
         for step in self.rounds[rank]:
             sizes[step.index % 2] = max(sizes[step.index % 2], step.row_count)
             slot = 0 if step.index == 0 else 2
             sizes[slot] = max(sizes[slot], count_rows(self.packed_at_home(rank, step)))
-        return sizes[0], sizes[1], sizes[2]
+        return max(sizes[:2]), max(sizes[:2]), sizes[2]
 
     def result_slot_rows(self, rank: int) -> tuple[int, int]:
         """Rows of the buffers for results: being computed, and received in one round."""
