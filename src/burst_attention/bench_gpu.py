@@ -130,8 +130,8 @@ def _made_up_block(case: TaxCase, phase: PhasePlan, result: bool, nbytes: int, d
     return memory
 
 
-def rank_ms(case: TaxCase, rank: int, *, copies: bool, repeat: int, **options: Any) -> dict[str, float]:
-    """Milliseconds of one rank's forward and backward, on the device and on the host."""
+def lone_calls(case: TaxCase, rank: int, copies: bool, **options: Any) -> dict[str, Callable[[], Any]]:
+    """One rank's forward and backward, by themselves."""
     made = case.plan(**{name: value for name, value in options.items() if name in ("coalesce", "direction")})
     ring = LoneRing(rank, case.ranks, made_up_blocks(case, made, "cuda"), copies)
     q, k, v, dout = _inputs(case, case.tokens_per_rank)
@@ -141,14 +141,18 @@ def rank_ms(case: TaxCase, rank: int, *, copies: bool, repeat: int, **options: A
         out: Tensor = burst_attention(q, k, v, ring=ring, check="off", **case.options, **options)
         return out
 
-    def differentiate() -> Any:
-        return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-
-    forward = median_ms(attend, repeat)
     out = attend()
-    backward = median_ms(differentiate, repeat)
-    return {"forward": forward, "backward": backward, "forward_host": host_ms(attend, repeat),
-            "backward_host": host_ms(differentiate, repeat)}  # fmt: skip
+    return {
+        "forward": attend,
+        "backward": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
+    }
+
+
+def rank_ms(case: TaxCase, rank: int, *, copies: bool, repeat: int, **options: Any) -> dict[str, float]:
+    """Milliseconds of one rank's forward and backward, on the device and on the host."""
+    calls = lone_calls(case, rank, copies, **options)
+    times = {phase: median_ms(call, repeat) for phase, call in calls.items()}
+    return times | {f"{phase}_host": host_ms(call, repeat) for phase, call in calls.items()}
 
 
 def _inputs(case: TaxCase, tokens: int) -> tuple[Tensor, ...]:
@@ -298,20 +302,7 @@ def kind_of(kernel_name: str) -> str:
 
 def breakdown_rows(case: TaxCase, rank: int, repeat: int = 3) -> Iterator[dict[str, Any]]:
     """Where a rank's time on the device goes, by torch's profiler."""
-    made = case.plan(coalesce=2)
-    ring = LoneRing(rank, case.ranks, made_up_blocks(case, made, "cuda"))
-    q, k, v, dout = _inputs(case, case.tokens_per_rank)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-
-    def attend() -> Tensor:
-        out: Tensor = burst_attention(q, k, v, ring=ring, check="off", coalesce=2, **case.options)
-        return out
-
-    out = attend()
-    calls: dict[str, Callable[[], Any]] = {
-        "forward": attend,
-        "backward": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
-    }
+    calls = lone_calls(case, rank, copies=False, coalesce=2)
     for phase, call in calls.items():
         for _ in range(WARM_UPS):
             call()

@@ -117,9 +117,9 @@ def run_ring(case: Case, ranks: int, device: str) -> list[tuple[tuple[Tensor, ..
     return run_processes(lambda ring: run_case(ring, case, device), ranks, timeout=600)
 
 
-def evaluate(case: Case, parts: list[tuple[tuple[Tensor, ...], int, int, float]]) -> Row:
+def evaluate(case: Case, parts: list[tuple[tuple[Tensor, ...], int, int, float]], device: str) -> Row:
     """Judge what the ranks returned."""
-    findings = judge(case.problem, gather(case.problem, case.sharding, [part[0] for part in parts]))
+    findings = judge(case.problem, gather(case.problem, case.sharding, [part[0] for part in parts]), device)
     counted, control = sum(part[1] for part in parts), sum(part[2] for part in parts)
     predicted = predicted_bytes(case)
     wrong = [finding.name for finding in findings if not finding.holds]
@@ -165,7 +165,7 @@ def _rows(cases: list[Case], ranks: int, device: str, progress: _Progress) -> It
     for index, case in enumerate(cases):
         progress.show(index, case.name)
         try:
-            row = evaluate(case, run_ring(case, ranks, device))
+            row = evaluate(case, run_ring(case, ranks, device), device)
         except (RankFailedError, RingError) as error:
             row = Row(case.name, case.directions, ranks, case.problem.tokens, verdict=f"FAILED: {error}")
         progress.clear()

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from burst_attention.geometry import Piece, count_rows, row_offset
+from burst_attention.geometry import Piece, Rows, count_rows, row_offset
 from burst_attention.merge import State, clear, merge, normalised
 from burst_attention.ring import Parcel, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer, make_bundle
@@ -153,8 +153,8 @@ class PhaseRun:
 
     def _round(self, step: Round) -> None:
         where = f"{self.plan.phase} round {step.index}"
-        self._pack_home(step)
-        sends = [self._parcel(t.target, t, self._outgoing(t, step)) for t in step.sends]
+        packed = self._pack_home(step)
+        sends = [self._parcel(t.target, t, self._outgoing(t, step, packed)) for t in step.sends]
         receives = [self._parcel(t.source, t, self._incoming(t, step)) for t in step.receives]
         pending = self.ring.post(sends, receives, where)
         started = time.perf_counter()
@@ -175,8 +175,8 @@ class PhaseRun:
     def _parcel(self, peer: int, transfer: Transfer, tensor: Tensor) -> Parcel:
         return Parcel(peer, CHANNELS[transfer.channel], tensor, f"{transfer.channel} block {transfer.block}")
 
-    def _pack_home(self, step: Round) -> None:
-        """Pack the rows of its own block that this rank sends now, once whoever gets them."""
+    def _pack_home(self, step: Round) -> Rows:
+        """Pack the rows of its own block that this rank sends now, once whoever gets them, and say which."""
         rows = self.plan.packed_at_home(self.ring.rank, step)
         for name, view in self._packing(step).fields(0, count_rows(rows)).items() if rows else ():
             offset = 0
@@ -184,19 +184,19 @@ class PhaseRun:
                 part = view[:, :, offset : offset + last - first]
                 self.work.kernel.copy(part, self.home[name][:, :, first:last])
                 offset += last - first
+        return rows
 
     def _packing(self, step: Round) -> RowBuffer:
         return self.slots[0 if step.index == 0 else 2]
 
-    def _outgoing(self, transfer: Transfer, step: Round) -> Tensor:
+    def _outgoing(self, transfer: Transfer, step: Round, packed: Rows) -> Tensor:
         first = transfer.rows[0][0]
         if transfer.channel == RESULT:
             start = self.rounds[step.index - 1].offset(transfer.block, first)
             return self.sending.part(start, transfer.row_count)
         if transfer.block != self.ring.rank:
             return self.slots[step.index % 2].part(step.offset(transfer.block, first), transfer.row_count)
-        start = row_offset(self.plan.packed_at_home(self.ring.rank, step), first)
-        return self._packing(step).part(start, transfer.row_count)
+        return self._packing(step).part(row_offset(packed, first), transfer.row_count)
 
     def _incoming(self, transfer: Transfer, step: Round) -> Tensor:
         if transfer.channel == RESULT:

@@ -26,7 +26,6 @@ from burst_attention.ring import Ring
 RMS_FACTOR, RMS_ULP = 2, 2
 MAX_FACTOR, MAX_ULP = 4, 4
 LSE_ULP = 2
-GPU_ORACLE_TOKENS = 1000
 
 
 @dataclass(frozen=True)
@@ -118,13 +117,14 @@ def gather(problem: Problem, sharding: Sharding, shards: Sequence[tuple[Tensor, 
 
 
 @lru_cache(maxsize=4)
-def truth(problem: Problem) -> tuple[Attention, Attention]:
-    """(the fp64 oracle, the yardstick: torch's flash operator on the whole sequence)."""
+def truth(problem: Problem, device: str = "cpu") -> tuple[Attention, Attention]:
+    """(the fp64 oracle, the yardstick: torch's flash operator on the whole sequence).
+
+    The oracle is the slow part and may run on a GPU; not where ranks are forked, for their parent must not use CUDA.
+    """
     positions = torch.arange(problem.tokens)
     mask: Mask = parse_mask(problem.mask)
     allowed = allowed_pairs(mask, positions, positions)
-    # The oracle is the slow part; where there is a GPU, fp64 is fp64.
-    device = "cuda" if torch.cuda.is_available() and problem.tokens >= GPU_ORACLE_TOKENS else "cpu"
     q, k, v, dout = (x.to(device) for x in problem.inputs())
     oracle = reference_gradients(q, k, v, dout, allowed.to(device))
     return Attention(*(x.cpu() for x in oracle)), flash_attention(*problem.inputs(), allowed)
@@ -142,9 +142,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, allowed: Tens
     return Attention(out, lse.masked_fill(empty, -math.inf), *gradients)
 
 
-def judge(problem: Problem, result: Attention) -> list[Finding]:
-    """Compare a result with the oracle, tensor by tensor."""
-    oracle, yardstick = truth(problem)
+def judge(problem: Problem, result: Attention, device: str = "cpu") -> list[Finding]:
+    """Compare a result with the oracle, computed on `device`, tensor by tensor."""
+    oracle, yardstick = truth(problem, device)
     findings = []
     for name in ("out", "dq", "dk", "dv"):
         exact = getattr(oracle, name)

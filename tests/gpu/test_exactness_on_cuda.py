@@ -25,7 +25,7 @@ MOST_LSE_ULP = 16
 def judge_on_gpu(problem: Problem, sharding: Sharding) -> None:
     torch.zeros(1, device="cuda")
     shards = run_ranks(lambda ring: run_rank(ring, problem, sharding, device="cuda"), sharding.ring_size, timeout=300)
-    *findings, lse = judge(problem, gather(problem, sharding, shards))
+    *findings, lse = judge(problem, gather(problem, sharding, shards), "cuda")
     require_exact(problem, sharding, findings)
     assert lse.largest <= MOST_LSE_ULP, lse
 

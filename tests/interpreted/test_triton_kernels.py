@@ -19,8 +19,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 from burst_attention.tiles.cuda import rectangle_and_triangle
 from burst_attention.tiles.fused import copy_on_gpu, fused_delta, merge_partials, stand_in_for_out, sum_parts
+from burst_attention.tiles.gpu import finish_deferred
 from burst_attention.tiles.triton_kernel import TritonKernel
-from burst_attention.tiles.vendor import add_partial, finish_deferred, settle
+from burst_attention.tiles.vendor import add_partial, settle
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 PIECES: dict[str, tuple[Piece, ...]] = {

@@ -48,7 +48,9 @@ class Pending:
     where: str
     works: list[tuple[Parcel, Any]] = field(default_factory=list)
     posted: Any = None
-    """On a GPU, the event of the moment it was posted."""
+    """Between threads on a GPU, the event of the moment it was posted."""
+    grouped: Sequence[Any] = ()
+    """Over NCCL, what the device is to wait for."""
     done: bool = False
     error: tuple[Parcel, Exception] | None = None
 

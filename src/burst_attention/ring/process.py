@@ -63,12 +63,12 @@ class ProcessRing(Ring):
         """
         operations = [dist.P2POp(dist.irecv, p.tensor, group=self._group, group_peer=p.peer) for p in pending.receives]
         operations += [dist.P2POp(dist.isend, p.tensor, group=self._group, group_peer=p.peer) for p in pending.sends]
-        pending.posted = dist.batch_isend_irecv(operations)
+        pending.grouped = dist.batch_isend_irecv(operations)
 
     def _finish(self, pending: Pending) -> None:
-        if pending.posted is not None:
+        if pending.grouped:
             # The device waits, not the host: an error shows at the next agreement, or by NCCL's own watchdog.
-            for work in pending.posted:
+            for work in pending.grouped:
                 work.wait()
             return
 

@@ -13,20 +13,18 @@ from torch import Tensor
 from burst_attention.geometry import Piece, full_piece
 from burst_attention.merge import State
 from burst_attention.schedule import PhasePlan, Round
-from burst_attention.tiles.fused import copy_on_gpu, fused_delta, sum_parts
+from burst_attention.tiles.gpu import DeferringKernel
 from burst_attention.tiles.policy import Case, choose
-from burst_attention.tiles.protocol import BackwardInputs, Gradients, TileKernel
+from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.split import FULL, split_piece
 from burst_attention.tiles.triton_kernel import TritonKernel
-from burst_attention.tiles.vendor import CudnnKernel, FlashKernel, VendorKernel, finish_deferred, settle
+from burst_attention.tiles.vendor import CudnnKernel, FlashKernel, VendorKernel, settle
 
 
-class CudaKernel(TileKernel):
+class CudaKernel(DeferringKernel):
     """Pieces by the policy; the state is continued by our own kernel, or takes in partials of vendor kernels."""
 
     name = "cuda"
-    defers = True
-    sum_parts = staticmethod(sum_parts)
 
     def __init__(self) -> None:
         kernels: tuple[VendorKernel, ...] = (CudnnKernel(), FlashKernel())
@@ -43,15 +41,6 @@ class CudaKernel(TileKernel):
             else:
                 settle(state)
                 self.triton.forward(group, q, k, v, state, scale)
-
-    def finish(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return finish_deferred(state, dtype)
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        copy_on_gpu(target, source)
-
-    def row_delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return fused_delta(out, dout, dlse)
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         for name, group in self._groups("backward", pieces, x.q, x.v, scale):

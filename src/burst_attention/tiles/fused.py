@@ -127,8 +127,8 @@ def _stand_in_kernel(
 def stand_in_for_out(dout: Tensor, delta: Tensor) -> Tensor:
     """(B, H, S, E) like dout, whose row sums with dout are delta: the projection of out on dout; 0 where dout is 0.
 
-    Rounded to bf16 its sums are delta to about 1e-4. That is enough for rows that see a thousand keys, which is what
-    vendor kernels are given here; cpu_flash.py has one for rows that see few.
+    Rounded to bf16 its sums lose some of delta's precision. What is left is enough for rows that see a thousand keys,
+    which is what vendor kernels are given here; cpu_flash.py has one for rows that see few.
     """
     out = torch.empty_like(dout)
     batch, heads, rows, dim = dout.shape
@@ -181,7 +181,7 @@ def sum_parts(target: Tensor, parts: Sequence[tuple[int, Tensor]], load: bool, o
 
 
 def copy_on_gpu(target: Tensor, source: Tensor) -> None:
-    """target.copy_(source) where (B, H, S, D) changes its order in memory, at twice the speed of torch's own copy."""
+    """target.copy_(source) where (B, H, S, D) changes its order in memory, a whole row of D at a time."""
     if source.dim() == 4 and source.stride(-1) == 1 and source.numel():
         sum_parts(target, [(0, source)], load=False)
     else:

@@ -18,8 +18,8 @@ from burst_attention.geometry import Piece
 from burst_attention.merge import State
 from burst_attention.schedule import PhasePlan, Round
 from burst_attention.tiles.block_table import block_table
-from burst_attention.tiles.fused import copy_on_gpu, fused_delta
-from burst_attention.tiles.protocol import BackwardInputs, Gradients, TileKernel
+from burst_attention.tiles.gpu import GpuKernel
+from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.triton_backward import key_gradients_kernel, query_gradients_kernel
 from burst_attention.tiles.triton_forward import forward_kernel
 
@@ -60,7 +60,7 @@ def query_config(head_dim: int, value_dim: int, dtype: torch.dtype) -> Config:
     return Config(128, 64, 8, 2) if wide <= 128 else Config(64, 32, 4, 1)
 
 
-class TritonKernel(TileKernel):
+class TritonKernel(GpuKernel):
     """Any pieces on a GPU, in fp32, bf16 and fp16."""
 
     name = "triton"
@@ -71,12 +71,6 @@ class TritonKernel(TileKernel):
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         q, k, v = (dense_columns(x) for x in (q, k, v))
         launch_forward(tuple(pieces), q, k, v, state, scale)
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        copy_on_gpu(target, source)
-
-    def row_delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return fused_delta(out, dout, dlse)
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         x = x._replace(**{name: dense_columns(getattr(x, name)) for name in ("dout", "q", "k", "v")})

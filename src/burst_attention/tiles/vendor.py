@@ -18,20 +18,15 @@ from torch import Tensor
 from burst_attention.geometry import Piece
 from burst_attention.merge import MAX_PARTIALS, Partial, State
 from burst_attention.schedule import PhasePlan, Round
-from burst_attention.tiles.fused import copy_on_gpu, fused_delta, merge_partials, stand_in_for_out, sum_parts
-from burst_attention.tiles.protocol import BackwardInputs, Gradients, TileKernel
+from burst_attention.tiles.fused import merge_partials, stand_in_for_out
+from burst_attention.tiles.gpu import DeferringKernel
+from burst_attention.tiles.protocol import BackwardInputs, Gradients
 
 Saved = tuple[Any, ...]
 
 
-class VendorKernel(TileKernel):
+class VendorKernel(DeferringKernel):
     """Full and causal pieces by one of torch's operators."""
-
-    defers = True
-    sum_parts = staticmethod(sum_parts)
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        copy_on_gpu(target, source)
 
     def serves(self, piece: Piece) -> bool:
         return piece.is_full or (piece.is_causal and piece.q_count == piece.k_count)
@@ -53,12 +48,6 @@ class VendorKernel(TileKernel):
             queries, keys = rows_of(piece)
             out, lse = self.attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], not piece.is_full, scale)
             add_partial(state, Partial(piece.q_first, out, lse))
-
-    def finish(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return finish_deferred(state, dtype)
-
-    def row_delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return fused_delta(out, dout, dlse)
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         for piece in pieces:
@@ -153,12 +142,3 @@ def settle(state: State) -> None:
         merge_partials(state, state.deferred.partials, load=not state.deferred.untouched)
     state.deferred.untouched = False
     state.deferred.partials.clear()
-
-
-def finish_deferred(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(out, lse), with what was deferred merged in the same pass."""
-    out = torch.empty(state.acc.shape, dtype=dtype, device=state.acc.device)
-    lse = torch.empty_like(state.peak)
-    waiting = state.deferred.partials if state.deferred else []
-    merge_partials(state, waiting, load=not (state.deferred and state.deferred.untouched), finished=(out, lse))
-    return out, lse

@@ -1,0 +1,39 @@
+"""What all kernels on a GPU share: fused passes over memory in place of torch's own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from burst_attention.merge import State
+from burst_attention.tiles.fused import copy_on_gpu, fused_delta, merge_partials, sum_parts
+from burst_attention.tiles.protocol import TileKernel
+
+
+class GpuKernel(TileKernel):
+    """Copies and deltas in one pass."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        copy_on_gpu(target, source)
+
+    def row_delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return fused_delta(out, dout, dlse)
+
+
+class DeferringKernel(GpuKernel):
+    """Lets partials and parts of gradients wait, and takes in several in one pass."""
+
+    defers = True
+    sum_parts = staticmethod(sum_parts)
+
+    def finish(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return finish_deferred(state, dtype)
+
+
+def finish_deferred(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(out, lse), with what was deferred merged in the same pass."""
+    out = torch.empty(state.acc.shape, dtype=dtype, device=state.acc.device)
+    lse = torch.empty_like(state.peak)
+    waiting = state.deferred.partials if state.deferred else []
+    merge_partials(state, waiting, load=not (state.deferred and state.deferred.untouched), finished=(out, lse))
+    return out, lse
