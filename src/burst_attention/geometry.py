@@ -2,7 +2,8 @@
 
 A **run** is positions start, start + stride, ...; a shard is a few runs. A **band** is a set of (query, key)
 pairs with i in [i0, i1), j in [j0, j1) and low <= i - j < high; every mask is a few disjoint bands. A **piece** is
-a band seen from inside one query run and one key run, in local rows, which is what a kernel is asked to compute:
+a band seen from inside one query run and one key run of the same stride, in local rows, which is what a kernel is
+asked to compute:
 
     causal band, queries 4..7, keys 2..5        the piece: 4 x 4, -2 <= x - y
         j  2 3 4 5                                  y  0 1 2 3
@@ -34,6 +35,14 @@ class Run(NamedTuple):
     def last(self) -> int:
         return self.start + self.stride * (self.length - 1)
 
+    def by_remainder(self, stride: int) -> tuple[Run, ...]:
+        """The same positions as runs of a larger stride: 3, 4, 5, 6, 7 by two are 3, 5, 7 and 4, 6."""
+        if stride == self.stride:
+            return (self,)
+        assert self.stride == 1, f"{self} cannot be split by {stride}"
+        firsts = range(min(stride, self.length))
+        return tuple(Run(self.start + first, stride, -((first - self.length) // stride)) for first in firsts)
+
 
 class Band(NamedTuple):
     """Pairs with i in [i0, i1), j in [j0, j1), low <= i - j < high."""
@@ -47,7 +56,7 @@ class Band(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A rectangle of local rows with the pairs low <= q_stride * x - k_stride * y < high in it.
+    """A rectangle of local rows with the pairs low <= x - y < high in it.
 
     x and y count from the rectangle's corner (q_first, k_first). `low` and `high` are clipped to what the
     rectangle can reach, so equal pieces compare equal and a full one is recognised by its bounds.
@@ -59,18 +68,16 @@ class Piece(NamedTuple):
     k_count: int
     low: int
     high: int
-    q_stride: int = 1
-    k_stride: int = 1
 
     @property
     def is_full(self) -> bool:
         """Whether every pair of the rectangle is allowed."""
-        return self.low <= -self.k_stride * (self.k_count - 1) and self.high > self.q_stride * (self.q_count - 1)
+        return self.low <= 1 - self.k_count and self.high >= self.q_count
 
     @property
     def is_lower(self) -> bool:
-        """Whether only `low` binds, on unit strides: a triangle or trapezoid below a diagonal."""
-        return self.q_stride == self.k_stride == 1 and self.high > self.q_count - 1
+        """Whether only `low` binds: a triangle or trapezoid below a diagonal."""
+        return self.high >= self.q_count
 
     @property
     def is_causal(self) -> bool:
@@ -79,9 +86,7 @@ class Piece(NamedTuple):
 
     def key_range(self, x: int) -> tuple[int, int]:
         """The keys [first, last) that row x of the rectangle may see."""
-        first = (self.q_stride * x - self.high) // self.k_stride + 1
-        last = (self.q_stride * x - self.low) // self.k_stride + 1
-        return max(first, 0), min(last, self.k_count)
+        return max(x - self.high + 1, 0), min(x - self.low + 1, self.k_count)
 
     @property
     def pairs(self) -> int:
@@ -93,81 +98,45 @@ class Piece(NamedTuple):
         q_first, k_first = max(q0, self.q_first), max(k0, self.k_first)
         q_last = min(q1, self.q_first + self.q_count)
         k_last = min(k1, self.k_first + self.k_count)
-        shift = self.q_stride * (q_first - self.q_first) - self.k_stride * (k_first - self.k_first)
-        return make_piece(
-            q_first, q_last - q_first, k_first, k_last - k_first,
-            self.low - shift, self.high - shift, self.q_stride, self.k_stride,
-        )  # fmt: skip
+        shift = (q_first - self.q_first) - (k_first - self.k_first)
+        return make_piece(q_first, q_last - q_first, k_first, k_last - k_first, self.low - shift, self.high - shift)
 
 
 def _pairs_below(piece: Piece, low: int) -> int:
-    """Pairs of the rectangle with q_stride * x - k_stride * y >= low.
-
-    Row x has floor((q_stride * x - low) / k_stride) + 1 of them, clamped to [0, k_count].
-    """
-    rows, cols, q_stride, k_stride = piece.q_count, piece.k_count, piece.q_stride, piece.k_stride
-    first = min(max(-(-low // q_stride), 0), rows)
-    full = min(max(-(-(low + k_stride * (cols - 1)) // q_stride), first), rows)
-    growing = floor_sum(full - first, q_stride, q_stride * first - low, k_stride) + full - first
+    """Pairs of the rectangle with x - y >= low: row x has x - low + 1 of them, clamped to [0, k_count]."""
+    rows, cols = piece.q_count, piece.k_count
+    first = min(max(low, 0), rows)
+    full = min(max(low + cols - 1, first), rows)
+    growing = (full - first) * (first + full + 1 - 2 * low) // 2
     return growing + (rows - full) * cols
 
 
-def floor_sum(count: int, step: int, offset: int, divisor: int) -> int:
-    """Sum of floor((step * i + offset) / divisor) for i in [0, count), in logarithmic time.
-
-    Whole multiples of the divisor come out as a series; what is left counts lattice points under a line of slope
-    below one, which is the same count with rows and columns exchanged.
-    """
-    if count <= 0:
-        return 0
-    whole = count * (count - 1) // 2 * (step // divisor) + count * (offset // divisor)
-    step, offset = step % divisor, offset % divisor
-    top = step * count + offset
-    return whole + floor_sum(top // divisor, divisor, top % divisor, step) if top >= divisor else whole
-
-
-def make_piece(
-    q_first: int, q_count: int, k_first: int, k_count: int, low: int, high: int, q_stride: int = 1, k_stride: int = 1
-) -> Piece | None:
-    """Shrink a rectangle to the rows and keys that its band reaches; None when it reaches none.
-
-    Equal strides are divided out, so striped shards give unit-stride pieces.
-    """
-    if q_stride == k_stride and q_stride > 1:
-        low, high = -(-low // q_stride), -(-high // q_stride)
-        q_stride = k_stride = 1
-    if q_count <= 0 or k_count <= 0 or high <= low:
-        return None
+def make_piece(q_first: int, q_count: int, k_first: int, k_count: int, low: int, high: int) -> Piece | None:
+    """Shrink a rectangle to the rows and keys that its band reaches; None when it reaches none."""
     # The rows that reach a key of the whole rectangle, and the keys that reach a row of it.
-    x0 = max(0, -(-low // q_stride))
-    x1 = min(q_count, (high - 1 + k_stride * (k_count - 1)) // q_stride + 1)
-    y0 = max(0, -((high - 1) // k_stride))
-    y1 = min(k_count, (q_stride * (q_count - 1) - low) // k_stride + 1)
-    if x1 <= x0 or y1 <= y0:
+    x0, x1 = max(0, low), min(q_count, high + k_count - 1)
+    y0, y1 = max(0, 1 - high), min(k_count, q_count - low)
+    if q_count <= 0 or k_count <= 0 or high <= low or x1 <= x0 or y1 <= y0:
         return None
-    shift = q_stride * x0 - k_stride * y0
+    shift = x0 - y0
     rows, cols = x1 - x0, y1 - y0
-    low = max(low - shift, -k_stride * (cols - 1))
-    high = min(high - shift, q_stride * (rows - 1) + 1)
-    if high <= low:
-        return None
-    piece = Piece(q_first + x0, rows, k_first + y0, cols, low, high, q_stride, k_stride)
-    if not (q_stride == k_stride == 1) and piece.pairs == 0:
-        return None
-    return piece
+    return Piece(q_first + x0, rows, k_first + y0, cols, max(low - shift, 1 - cols), min(high - shift, rows))
 
 
 def cut(band: Band, q_run: Run, q_first: int, k_run: Run, k_first: int) -> Piece | None:
-    """The part of a band inside a query run and a key run whose local rows start at q_first and k_first."""
+    """The part of a band inside a query run and a key run whose local rows start at q_first and k_first.
+
+    Both have one stride, so that rows are apart by distance over stride and no row between two that meet is idle.
+    """
+    stride = q_run.stride
+    assert k_run.stride == stride, f"{q_run} and {k_run} have different strides"
     x0, x1 = _index_range(q_run, band.i0, band.i1)
     y0, y1 = _index_range(k_run, band.j0, band.j1)
     if x0 >= x1 or y0 >= y1:
         return None
     shift = (q_run.start + q_run.stride * x0) - (k_run.start + k_run.stride * y0)
-    return make_piece(
-        q_first + x0, x1 - x0, k_first + y0, y1 - y0,
-        band.low - shift, band.high - shift, q_run.stride, k_run.stride,
-    )  # fmt: skip
+    low, high = -((shift - band.low) // stride), -((shift - band.high) // stride)
+    return make_piece(q_first + x0, x1 - x0, k_first + y0, y1 - y0, low, high)
 
 
 def moved_rows(piece: Piece, direction: str) -> tuple[int, int]:
@@ -322,7 +291,7 @@ def full_piece(q_first: int, q_count: int, k_first: int, k_count: int) -> Piece:
 
 def _as_triangle(pieces: tuple[Piece, ...]) -> tuple[Piece, ...] | None:
     """One causal piece when together these are exactly the rows' lower triangle, as on every diagonal block."""
-    if len(pieces) < 2 or any(p.q_stride != 1 or p.k_stride != 1 for p in pieces):
+    if len(pieces) < 2:
         return None
     first = min(p.q_first for p in pieces)
     rows = max(p.q_first + p.q_count for p in pieces) - first

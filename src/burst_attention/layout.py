@@ -117,6 +117,26 @@ class Layout:
         self._require_rank(rank)
         return _all_runs(self)[rank]
 
+    @property
+    def stride(self) -> int:
+        """How far apart neighbours in a shard are: the ring's size where shards are stripes, else 1."""
+        return max((run.stride for runs in _all_runs(self) for run in runs), default=1)
+
+    def runs_by_remainder(self, stride: int, rank: int) -> tuple[Run, ...]:
+        """The positions of a rank as runs of one stride, each run of consecutive tokens split by remainder."""
+        return tuple(part for run in self.runs(rank) for part in run.by_remainder(stride))
+
+    def order_by_remainder(self, stride: int, rank: int) -> Tensor | None:
+        """(local_tokens,) int64: the shard's rows in the order of `runs_by_remainder`; None where it is the same."""
+        parts, first = [], 0
+        for run in self.runs(rank):
+            parts += [
+                torch.arange(first + at, first + run.length, stride // run.stride)
+                for at in range(min(stride // run.stride, run.length))
+            ]
+            first += run.length
+        return torch.cat(parts) if len(parts) > len(self.runs(rank)) else None
+
     def local_tokens(self, rank: int) -> int:
         """How many tokens a rank holds."""
         return sum(run.length for run in self.runs(rank))
@@ -217,9 +237,9 @@ def work_imbalance(layout: Layout, mask: Mask) -> float:
 
 def _run_work(mask: Mask, layout: Layout, run: Run) -> tuple[int, int]:
     """Allowed pairs of a run's tokens as queries, and as keys."""
-    whole = Run(layout.start, 1, layout.tokens)
-    as_queries = sum(piece.pairs for band in mask.bands if (piece := _cut_between(band, run, whole)))
-    as_keys = sum(piece.pairs for band in mask.bands if (piece := _cut_between(band, whole, run)))
+    whole = Run(layout.start, 1, layout.tokens).by_remainder(run.stride)
+    as_queries = sum(piece.pairs for band in mask.bands for part in whole if (piece := _cut_between(band, run, part)))
+    as_keys = sum(piece.pairs for band in mask.bands for part in whole if (piece := _cut_between(band, part, run)))
     return as_queries, as_keys
 
 

@@ -21,8 +21,11 @@ from burst_attention.engine import BackwardWork, ForwardWork, PhaseRun
 from burst_attention.merge import Deferred, State, clear
 from burst_attention.options import WIRE_DTYPES, Options, parse_options
 from burst_attention.ring import Ring, ring_named
-from burst_attention.schedule import PhasePlan, Plan, build_plan
+from burst_attention.schedule import Plan, build_plan
 from burst_attention.tiles import Accumulator, TileKernel, TileRequest, pick_kernel
+
+TENSORS = ("q", "k", "v", "out", "lse", "dout")
+"""What backward works from: what forward saved, and its output's gradient."""
 
 FORWARD, BACKWARD = "burst_attention::forward", "burst_attention::backward"
 torch.library.define(FORWARD, "(Tensor q, Tensor k, Tensor v, str options, str ring) -> (Tensor, Tensor)")
@@ -72,6 +75,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     shapes = plan.forward.shapes
     accumulate = shapes.accumulate_dtype
+    q_order, k_order = (plan.row_order(ring.rank, side) for side in ("query", "kv"))
+    q, k, v = in_order(q, q_order), in_order(k, k_order), in_order(v, k_order)
     rows = q.shape[:3]
     state = State(
         q.new_empty((*rows, shapes.value_dim), dtype=accumulate),
@@ -83,7 +88,8 @@ def _forward(
         clear(state)
     home = {"q": q, "k": k, "v": v, "acc": state.acc, "peak": state.peak, "total": state.total}
     PhaseRun(plan.forward, ring, home, ForwardWork(kernel, options.scale, state)).run()
-    return kernel.finish(state, q.dtype)
+    out, lse = kernel.finish(state, q.dtype)
+    return back_in_place(out, q_order), back_in_place(lse, q_order)
 
 
 def run_backward(
@@ -92,37 +98,50 @@ def run_backward(
     """Agree, plan, run the rounds, and cast the gradients."""
     q, k, v, *_ = saved
     options, plan, kernel = prepare("backward", q, k, v, text, ring, needs)
-    assert plan.backward is not None
     with told_to_all(ring, "backward"):
-        return _gradients(dout, dlse, saved, plan.backward, options.scale, kernel, ring)
+        return _gradients(dout, dlse, saved, plan, options.scale, kernel, ring)
 
 
 def _gradients(
     dout: Tensor,
     dlse: Tensor | None,
     saved: tuple[Tensor, ...],
-    plan: PhasePlan,
+    plan: Plan,
     scale: float,
     kernel: TileKernel,
     ring: Ring,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, out, lse = saved
-    needs = plan.needs
-    accumulate = plan.shapes.accumulate_dtype
-    home = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
-    home["delta"] = kernel.row_delta(out, dout, dlse, accumulate)
+    phase = plan.backward
+    assert phase is not None
+    needs, accumulate = phase.needs, phase.shapes.accumulate_dtype
+    order = {name: plan.row_order(ring.rank, "kv" if name in ("k", "v") else "query") for name in TENSORS}
+    home = dict(zip(TENSORS, (*saved, dout), strict=True))
+    home["delta"] = kernel.row_delta(home["out"], dout, dlse, accumulate)
+    home = {name: in_order(x, order.get(name, order["q"])) for name, x in home.items()}
     totals = {
         f"d{name}": Accumulator(torch.empty(x.shape, dtype=accumulate, device=x.device), kernel.sum_parts)
-        for name, x in (("q", q), ("k", k), ("v", v))
+        for name, x in zip("qkv", saved, strict=False)
         if name in needs
     }
     home |= {name: total.tensor for name, total in totals.items()}
-    PhaseRun(plan, ring, home, BackwardWork(kernel, scale, totals)).run()
-    nothing = q.new_empty(0)
+    PhaseRun(phase, ring, home, BackwardWork(kernel, scale, totals)).run()
     # Each accumulator goes as soon as it is cast.
     home.clear()
-    dq, dk, dv = (totals.pop(f"d{name}").finish(q.dtype) if name in needs else nothing.clone() for name in "qkv")
+    dq, dk, dv = (
+        back_in_place(totals.pop(f"d{name}").finish(dout.dtype), order[name]) if name in needs else dout.new_empty(0)
+        for name in "qkv"
+    )
     return dq, dk, dv
+
+
+def in_order(x: Tensor, order: Tensor | None) -> Tensor:
+    """A shard's (B, heads, rows, ...) with its rows as the plan counts them."""
+    return x if order is None else x.index_select(2, order.to(x.device))
+
+
+def back_in_place(x: Tensor, order: Tensor | None) -> Tensor:
+    """The shard's own order again."""
+    return x if order is None else torch.empty_like(x).index_copy_(2, order.to(x.device), x)
 
 
 @contextlib.contextmanager

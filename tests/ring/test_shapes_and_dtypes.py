@@ -144,6 +144,10 @@ CROSS = {
     "few-keys": Problem(tokens=11, key_tokens=2, layout="contiguous", key_layout="striped"),
     "causal": Problem(tokens=10, key_tokens=23, layout="striped", key_layout="zigzag", mask=causal()),
     "window": Problem(tokens=23, key_tokens=10, layout="zigzag", key_layout="striped", mask=window(6)),
+    "narrow-window": Problem(tokens=30, key_tokens=23, layout="striped", key_layout="zigzag", mask=window(2), size=5),
+    "narrow-window-reversed": Problem(
+        tokens=30, key_tokens=41, layout="zigzag", key_layout="striped", mask=causal() & window(2), size=5
+    ),
     "chunk-of-queries": Problem(
         tokens=9, key_tokens=23, layout=Layout.zigzag(9, 3, 14), key_layout=Layout.striped(23, 3), mask=causal()
     ),

@@ -58,8 +58,7 @@ def piece_table(piece: Piece | None, rows: int, cols: int) -> Dense:
     table = np.zeros((rows, cols), bool)
     if piece is not None:
         x, y = np.indices((piece.q_count, piece.k_count))
-        difference = piece.q_stride * x - piece.k_stride * y
-        inside = (piece.low <= difference) & (difference < piece.high)
+        inside = (piece.low <= x - y) & (x - y < piece.high)
         table[piece.q_first : piece.q_first + piece.q_count, piece.k_first : piece.k_first + piece.k_count] = inside
     return table
 

@@ -42,12 +42,6 @@ class Case(NamedTuple):
             coalesce=self.coalesce,
         )
 
-    @property
-    def has_tight_pieces(self) -> bool:
-        """Whether pieces have unit strides, after dividing out equal ones, and so touch no row without a pair."""
-        striped = "striped" in (self.layout.name, self.key_layout.name)
-        return not striped or self.layout.name == self.key_layout.name or self.layout.ring_size == 1
-
 
 @st.composite
 def layouts(draw: st.DrawFn, tokens: int, start: int, ring_size: int, mask: Mask) -> Layout:
@@ -83,11 +77,21 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def shard_tables(case: Case) -> list[list[Dense]]:
-    """The allowed pairs in local rows, by query rank and key rank."""
-    ranks = range(case.layout.ring_size)
-    return [
-        [case.allowed[np.ix_(case.layout.positions(q), case.key_layout.positions(k))] for k in ranks] for q in ranks
-    ]
+    """The allowed pairs in local rows, as a plan counts them, by query rank and key rank."""
+    made = case.plan("kv")
+    queries = [positions_in_order(made, "query", rank) for rank in range(case.layout.ring_size)]
+    keys = [positions_in_order(made, "kv", rank) for rank in range(case.layout.ring_size)]
+    return [[case.allowed[np.ix_(q, k)] for k in keys] for q in queries]
+
+
+def positions_in_order(made: Plan, side: str, rank: int) -> list[int]:
+    """The global position of each local row, as a plan counts them."""
+    positions = (made.layout if side == "query" else made.key_layout).positions(rank).tolist()
+    order = made.row_order(rank, side)
+    if order is None:
+        return positions
+    assert sorted(order.tolist()) == list(range(len(positions))), "every row of the shard has one place"
+    return [positions[row] for row in order.tolist()]
 
 
 def phases(made: Plan) -> tuple[PhasePlan, PhasePlan]:

@@ -86,11 +86,11 @@ def _choose(
 @lru_cache(maxsize=16)
 def piece_table(mask: Mask, layout: Layout, key_layout: Layout) -> PieceTable:
     """The allowed pairs between every query rank and every key rank, as few pieces."""
-    ranks = range(layout.ring_size)
-    by_keys = [_bands_of_runs(mask.bands, key_layout, rank, keys=True) for rank in ranks]
+    ranks, stride = range(layout.ring_size), max(layout.stride, key_layout.stride)
+    by_keys = [_bands_of_runs(mask.bands, key_layout.runs_by_remainder(stride, rank), keys=True) for rank in ranks]
     table = []
     for q_rank in ranks:
-        by_queries = _bands_of_runs(mask.bands, layout, q_rank, keys=False)
+        by_queries = _bands_of_runs(mask.bands, layout.runs_by_remainder(stride, q_rank), keys=False)
         row = []
         for k_rank in ranks:
             pieces = [
@@ -105,10 +105,10 @@ def piece_table(mask: Mask, layout: Layout, key_layout: Layout) -> PieceTable:
     return tuple(table)
 
 
-def _bands_of_runs(bands: tuple[Band, ...], layout: Layout, rank: int, keys: bool) -> list[tuple[Run, int, set[Band]]]:
+def _bands_of_runs(bands: tuple[Band, ...], runs: tuple[Run, ...], keys: bool) -> list[tuple[Run, int, set[Band]]]:
     """(run, its first local row, the bands whose range on this side meets it)."""
     found, first = [], 0
-    for run in layout.runs(rank):
+    for run in runs:
         near = {
             band
             for band in bands

@@ -99,6 +99,7 @@ def make_bundle(names: tuple[str, ...], shapes: Shapes, wire_dtype: torch.dtype 
         "q": (*query, shapes.dtype),
         "k": (*key, shapes.dtype),
         "v": (shapes.kv_heads, shapes.value_dim, shapes.dtype),
+        "out": (*value, shapes.dtype),
         "dout": (*value, shapes.dtype),
         "dq": (*query, wire),
         "dk": (*key, wire),

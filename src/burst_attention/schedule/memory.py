@@ -11,6 +11,12 @@ from collections.abc import Callable
 from burst_attention.schedule.bundles import make_bundle
 from burst_attention.schedule.plan import PhasePlan, Plan, Round
 
+COPIES = {
+    "forward": {"query": ("q",), "kv": ("k", "v")},
+    "backward": {"query": ("q", "dout", "out", "lse"), "kv": ("k", "v")},
+}
+"""What is copied where the plan counts a side's rows in another order than the shard has them."""
+
 Workspace = Callable[[PhasePlan, Round, bool], int]
 """Bytes that a kernel allocates for itself in a round; the flag says whether the moving side is visiting."""
 
@@ -20,7 +26,7 @@ def peak_bytes(plan: Plan, rank: int, workspace: Workspace) -> int:
     forward = accumulator_bytes(plan, rank, "forward") + phase_bytes(plan.forward, rank, workspace)
     if plan.backward is None:
         return forward
-    kept = _row_bytes(plan.forward, ("dout", "lse"), rank, plan)
+    kept = _row_bytes(plan.forward, ("out", "lse"), rank, plan)
     backward = accumulator_bytes(plan, rank, "backward") + phase_bytes(plan.backward, rank, workspace)
     return max(forward, kept + backward)
 
@@ -36,16 +42,18 @@ def phase_bytes(phase: PhasePlan, rank: int, workspace: Workspace) -> int:
 
 
 def accumulator_bytes(plan: Plan, rank: int, phase: str) -> int:
-    """What a phase accumulates at home: the state of the queries, or delta and the gradients that are wanted."""
-    if phase == "forward":
-        return _row_bytes(plan.forward, ("acc", "peak", "total"), rank, plan)
-    assert plan.backward is not None
-    names = ("delta", *(f"d{name}" for name in plan.backward.needs))
-    return _row_bytes(plan.backward, names, rank, plan)
+    """What a phase holds at home: copies in another order, and what it accumulates.
+
+    That is the state of the queries, or delta and the gradients that are wanted.
+    """
+    copies = tuple(x for side, names in COPIES[phase].items() if plan.row_order(rank, side) is not None for x in names)
+    wanted = plan.backward.needs if plan.backward else ""
+    kept = ("acc", "peak", "total") if phase == "forward" else ("delta", *(f"d{name}" for name in wanted))
+    return _row_bytes(plan.phase(phase), (*kept, *copies), rank, plan)
 
 
 def _row_bytes(phase: PhasePlan, names: tuple[str, ...], rank: int, plan: Plan) -> int:
     """Bytes of home tensors with a row for each of a rank's queries or keys."""
     fields = make_bundle(names, phase.shapes).fields
     rows = {True: plan.key_layout.local_tokens(rank), False: plan.layout.local_tokens(rank)}
-    return sum(field.row_bytes * rows[field.name in ("dk", "dv")] for field in fields)
+    return sum(field.row_bytes * rows[field.name in ("k", "v", "dk", "dv")] for field in fields)

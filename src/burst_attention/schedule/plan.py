@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from torch import Tensor
+
 from burst_attention.geometry import Piece, Rows, count_rows, join_pieces, moved_rows, row_offset, unite_rows
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask
@@ -199,6 +201,15 @@ class Plan:
         if self.backward is None:
             raise ValueError("there is no backward: no input requires a gradient (requires_grad='')")
         return self.backward
+
+    def row_order(self, rank: int, side: str) -> Tensor | None:
+        """The shard's rows in the order that pieces and transfers count them; None where that is the shard's own.
+
+        Next to a striped layout, consecutive tokens are ordered by remainder: then all rows are one stride apart, and a
+        narrow mask needs ranges of them. `side` is "query" or "kv".
+        """
+        layout = self.layout if side == "query" else self.key_layout
+        return layout.order_by_remainder(max(self.layout.stride, self.key_layout.stride), rank)
 
     def bytes_sent(self, rank: int, phase: str) -> int:
         """Bytes that `rank` hands to the transport in a phase, without the control channel."""

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from burst_attention.geometry import Piece
 
-ENTRY_FIELDS = 11
-"""some_first, every_first, every_last, some_last, row0, rows, col0, low, high, row_stride, col_stride."""
+ENTRY_FIELDS = 9
+"""some_first, every_first, every_last, some_last, row0, rows, col0, low, high."""
 
 
 class BlockTable(NamedTuple):
@@ -52,11 +52,8 @@ def block_table(
 
 
 def _transposed(piece: Piece) -> Piece:
-    """The same pairs with rows and columns exchanged: low <= r x - c y < high is -high < c y - r x <= -low."""
-    return Piece(
-        piece.k_first, piece.k_count, piece.q_first, piece.q_count,
-        1 - piece.high, 1 - piece.low, piece.k_stride, piece.q_stride,
-    )  # fmt: skip
+    """The same pairs with rows and columns exchanged: low <= x - y < high is -high < y - x <= -low."""
+    return Piece(piece.k_first, piece.k_count, piece.q_first, piece.q_count, 1 - piece.high, 1 - piece.low)
 
 
 def _entries(piece: Piece, row_block: int, col_block: int) -> tuple[Tensor, Tensor]:
@@ -76,7 +73,7 @@ def _entries(piece: Piece, row_block: int, col_block: int) -> tuple[Tensor, Tens
     every_first = torch.minimum(some_first + steps * col_block, some_last)
     steps = (every_last - every_first).clamp(min=0) // col_block
     every_last = torch.where(whole, every_first + steps * col_block, every_first)
-    constants = (piece.q_first, piece.q_count, piece.k_first, piece.low, piece.high, piece.q_stride, piece.k_stride)
+    constants = (piece.q_first, piece.q_count, piece.k_first, piece.low, piece.high)
     columns = [bound + piece.k_first for bound in (some_first, every_first, every_last, some_last)]
     columns += [torch.full_like(blocks, value) for value in constants]
     entries = torch.stack(columns, 1)
@@ -86,8 +83,4 @@ def _entries(piece: Piece, row_block: int, col_block: int) -> tuple[Tensor, Tens
 
 def _key_range(piece: Piece, x: Tensor) -> tuple[Tensor, Tensor]:
     """`Piece.key_range` of many rows."""
-    low, high = (
-        torch.div(piece.q_stride * x - bound, piece.k_stride, rounding_mode="floor") + 1
-        for bound in (piece.high, piece.low)
-    )
-    return low.clamp(min=0), high.clamp(max=piece.k_count)
+    return (x - piece.high + 1).clamp(min=0), (x - piece.low + 1).clamp(max=piece.k_count)

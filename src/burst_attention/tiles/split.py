@@ -77,19 +77,16 @@ def _tiles(piece: Piece, x0: int, x1: int, y0: int, y1: int, kind: str, cols: in
 
 
 def _tile(piece: Piece, x0: int, x1: int, y0: int, y1: int, kind: str) -> Tile:
-    shift = piece.q_stride * x0 - piece.k_stride * y0
-    part = Piece(
-        piece.q_first + x0, x1 - x0, piece.k_first + y0, y1 - y0,
-        piece.low - shift, piece.high - shift, piece.q_stride, piece.k_stride,
-    )  # fmt: skip
+    shift = x0 - y0
+    part = Piece(piece.q_first + x0, x1 - x0, piece.k_first + y0, y1 - y0, piece.low - shift, piece.high - shift)
     kind = FULL if part.is_full else kind
     return Tile(part.q_first, part.q_first + part.q_count, part.k_first, part.k_first + part.k_count, kind, part)
 
 
 def allowed_block(tile: Tile, device: torch.device) -> Tensor:
     """(queries, keys) bool: the pairs of a tile that exist."""
-    x = torch.arange(tile.piece.q_count, device=device, dtype=torch.int32) * tile.piece.q_stride
-    y = torch.arange(tile.piece.k_count, device=device, dtype=torch.int32) * tile.piece.k_stride
+    x = torch.arange(tile.piece.q_count, device=device, dtype=torch.int32)
+    y = torch.arange(tile.piece.k_count, device=device, dtype=torch.int32)
     distance = x[:, None] - y[None, :]
     return (distance >= tile.piece.low) & (distance < tile.piece.high)
 
@@ -98,8 +95,7 @@ def rows_without_keys(tile: Tile, device: torch.device) -> Tensor | None:
     """(queries,) bool: rows of a masked tile that see none of its keys; None when every row sees one."""
     if tile.kind != MASKED:
         return None
-    x = torch.arange(tile.piece.q_count, device=device) * tile.piece.q_stride
-    first = torch.div(x - tile.piece.high, tile.piece.k_stride, rounding_mode="floor") + 1
-    last = torch.div(x - tile.piece.low, tile.piece.k_stride, rounding_mode="floor") + 1
+    x = torch.arange(tile.piece.q_count, device=device)
+    first, last = x - tile.piece.high + 1, x - tile.piece.low + 1
     empty = last.clamp(max=tile.piece.k_count) <= first.clamp(min=0)
     return empty if bool(empty.any()) else None

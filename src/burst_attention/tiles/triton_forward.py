@@ -39,7 +39,7 @@ def pair_exists(entry, rows, cols, last):
     """(rows, cols) bool: the pairs of an entry's piece, by position."""
     x = rows - tl.load(entry + 4)
     y = cols - tl.load(entry + 6)
-    distance = x[:, None] * tl.load(entry + 9) - y[None, :] * tl.load(entry + 10)
+    distance = x[:, None] - y[None, :]
     inside = (distance >= tl.load(entry + 7)) & (distance < tl.load(entry + 8))
     return inside & ((x >= 0) & (x < tl.load(entry + 5)))[:, None] & (cols < last)[None, :]
 
