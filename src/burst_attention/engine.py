@@ -10,7 +10,7 @@ kernel call, and several blocks are computed as one.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from burst_attention.geometry import Piece, Rows, count_rows, row_offset
 from burst_attention.merge import State, clear, merge, normalised
 from burst_attention.ring import Parcel, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer, make_bundle
+from burst_attention.schedule.bundles import KEY_SIDE, Heads
 from burst_attention.schedule.plan import OPERAND, RESULT
 from burst_attention.tiles import GRADIENTS, Accumulator, BackwardInputs, Gradients, TileKernel
 
@@ -59,10 +60,14 @@ class ForwardWork:
     def __init__(self, kernel: TileKernel, scale: float, home: State) -> None:
         self.kernel, self.scale, self.home = kernel, scale, home
 
-    def compute(self, pieces: tuple[Piece, ...], x: Mapping[str, Tensor]) -> None:
-        """Add pieces to home's state, or begin that of visiting queries."""
+    def of_heads(self, heads: Heads, key_heads: Heads) -> ForwardWork:
+        """The same work at home for some heads."""
+        return ForwardWork(self.kernel, self.scale, self.home.heads(*heads))
+
+    def compute(self, pieces: tuple[Piece, ...], x: Mapping[str, Tensor], visiting: Collection[str]) -> None:
+        """Add pieces to home's state, or begin that of queries that are among the visiting tensors."""
         state = self.home
-        if x["acc"] is not self.home.acc:
+        if "acc" in visiting:
             state = state_of(x)
             clear(state)
         self.kernel.forward(pieces, x["q"], x["k"], x["v"], state, self.scale)
@@ -85,15 +90,17 @@ class BackwardWork:
         self.kernel, self.scale, self.home = kernel, scale, home
         self.visiting: dict[str, Accumulator] = {}
 
-    def compute(self, pieces: tuple[Piece, ...], x: Mapping[str, Tensor]) -> None:
+    def of_heads(self, heads: Heads, key_heads: Heads) -> BackwardWork:
+        """The same work at home for some heads."""
+        parts = {name: total.heads(*(heads if name == "dq" else key_heads)) for name, total in self.home.items()}
+        return BackwardWork(self.kernel, self.scale, parts)
+
+    def compute(self, pieces: tuple[Piece, ...], x: Mapping[str, Tensor], visiting: Collection[str]) -> None:
         """Add pieces to home's gradients and, for visiting tensors, to new ones."""
         inputs = BackwardInputs(x["dout"], x["q"], x["k"], x["v"], x["lse"], x["delta"], x.get("out"))
-        self.visiting = {
-            name: Accumulator(x[name], self.kernel.sum_parts)
-            for name in GRADIENTS
-            if name in x and (name not in self.home or x[name] is not self.home[name].tensor)
-        }
-        here = {name: total for name, total in self.home.items() if name in x} | self.visiting
+        begun = (name for name in GRADIENTS if name in visiting)
+        self.visiting = {name: Accumulator(x[name], self.kernel.sum_parts) for name in begun}
+        here = {**self.home, **self.visiting}
         self.kernel.backward(pieces, inputs, Gradients(*(here.get(name) for name in GRADIENTS)), self.scale)
 
     def combine(self, first: int, arrived: Mapping[str, Tensor], at_home: bool, visiting: Mapping[str, Tensor]) -> None:
@@ -217,12 +224,21 @@ class PhaseRun:
         if not step.pieces:
             return
         if not step.row_count:
-            self.work.compute(step.pieces, self.home)
+            self._compute_home(step)
             return
         visiting = self.slots[step.index % 2].fields(0, step.row_count)
         if self.plan.results.fields:
             visiting |= self.computing.fields(0, step.row_count)
-        self.work.compute(step.pieces, {**self.staying, **visiting})
+        self.work.compute(step.pieces, {**self.staying, **visiting}, visiting.keys())
+
+    def _compute_home(self, step: Round) -> None:
+        if step.heads is None:
+            self.work.compute(step.pieces, self.home, ())
+            return
+        heads, key_heads = step.heads, self.plan.shapes.key_heads(step.heads)
+        of = {name: slice(*(key_heads if name in KEY_SIDE else heads)) for name in self.home}
+        home = {name: x[:, of[name]] for name, x in self.home.items()}
+        self.work.of_heads(heads, key_heads).compute(step.pieces, home, ())
 
     def _combine(self, transfer: Transfer, step: Round) -> None:
         """Add results that have arrived: to home's own, or to those just computed for the same block."""

@@ -31,6 +31,14 @@ class Partial(NamedTuple):
     lse: Tensor
 
 
+class Part(NamedTuple):
+    """A kernel's part of a gradient (B, heads, rows, dim): for the rows from `row` on and the heads from `head` on."""
+
+    row: int
+    head: int
+    tensor: Tensor
+
+
 @dataclass
 class Deferred:
     """What a state still has to take in, for kernels that merge several partials in one pass."""
@@ -48,6 +56,11 @@ class State(NamedTuple):
     total: Tensor
     deferred: Deferred | None = None
     """None: the tensors say all. Only kernels that defer are given a state that defers."""
+
+    def heads(self, first: int, last: int) -> State:
+        """Views of some heads."""
+        assert self.deferred is None, "a state that defers is for all heads"
+        return State(self.acc[:, first:last], self.peak[:, first:last], self.total[:, first:last])
 
     def rows(self, first: int, last: int) -> State:
         """Views of some query rows."""

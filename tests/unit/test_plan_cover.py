@@ -55,14 +55,15 @@ def test_pieces_cover_each_allowed_pair_once_and_the_plan_can_run(case: Case, di
     tables = shard_tables(case)
     for phase in phases(case.plan(direction)):
         assert phase.direction == direction
-        counts = [[np.zeros(table.shape, int) for table in row] for row in tables]
+        counts = [[np.zeros((phase.shapes.heads, *table.shape), int) for table in row] for row in tables]
         for rank, _, visit in visits(phase):
             q_rank, k_rank = sides(phase, rank, visit.block)
+            heads = slice(*(visit.heads or (0, phase.shapes.heads)))
             for piece in visit.pieces:
-                counts[q_rank][k_rank] += piece_table(piece, *counts[q_rank][k_rank].shape)
+                counts[q_rank][k_rank][heads] += piece_table(piece, *counts[q_rank][k_rank].shape[1:])
         for count_row, table_row in zip(counts, tables, strict=True):
             for count, table in zip(count_row, table_row, strict=True):
-                np.testing.assert_array_equal(count, table.astype(int))
+                np.testing.assert_array_equal(count, np.broadcast_to(table.astype(int), count.shape))
         simulate(phase)
 
 
@@ -307,7 +308,7 @@ def test_zigzag_causal_rounds_are_single_pieces(direction: str) -> None:
 @pytest.mark.parametrize("phase_name", PHASES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_plan_with_home_in_two_parts_can_run(phase_name: str, direction: str, coalesce: int) -> None:
-    """Where results travel, home's pieces of 128 rows or more are computed half first and half last."""
+    """Where results travel, home's pieces are computed for half of the heads first and for the others last."""
     mask = causal() & (window(300) | prefix(64)) & documents([700, 324])
     made = plan(
         1024, 4, heads=4, head_dim=64, dtype=torch.float32, mask=mask, layout="zigzag",
@@ -317,9 +318,32 @@ def test_a_plan_with_home_in_two_parts_can_run(phase_name: str, direction: str, 
     simulate(phase)
     i, j = np.indices((1024, 1024))
     allowed = (j <= i) & ((i - j < 300) | (j < 64)) & ((i < 700) == (j < 700))
-    assert sum(phase.pairs(rank) for rank in range(4)) == allowed.sum()
+    assert sum(phase.pairs(rank) for rank in range(4)) == phase.shapes.heads * allowed.sum()
     at_home = [
-        [bool(visit.pieces) for step in rounds for visit in step.visits if visit.block == rank]
+        [visit.heads for step in rounds for visit in step.visits if visit.block == rank and visit.pieces]
         for rank, rounds in enumerate(phase.rounds)
     ]
-    assert at_home == ([[True, True]] * 4 if phase.results.fields else [[True]] * 4)
+    assert at_home == ([[(0, 2), (2, 4)]] * 4 if phase.results.fields else [[None]] * 4)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "halves", "key_halves"),
+    [
+        (4, 4, ((0, 2), (2, 4)), ((0, 2), (2, 4))),
+        (8, 2, ((0, 4), (4, 8)), ((0, 1), (1, 2))),
+        (6, 3, ((0, 4), (4, 6)), ((0, 2), (2, 3))),
+        (5, 1, ((0, 2), (2, 5)), ((0, 1), (0, 1))),
+        (1, 1, None, None),
+    ],
+    ids=["mha", "gqa", "odd", "mqa", "one"],
+)
+def test_halves_of_heads_keep_groups_together(heads: int, kv_heads: int, halves: object, key_halves: object) -> None:
+    shapes = plan(16, 2, heads=heads, kv_heads=kv_heads, head_dim=8).forward.shapes
+    found = shapes.halves()
+    assert found == halves
+    if found is not None:
+        assert tuple(shapes.key_heads(half) for half in found) == key_halves
+        parts = [shapes.of_heads(half) for half in found]
+        assert sum(part.heads for part in parts) == heads
+        assert [part.kv_heads for part in parts] == [last - first for first, last in map(shapes.key_heads, found)]
+        assert all(part.heads % part.kv_heads == 0 for part in parts)

@@ -14,8 +14,8 @@ from burst_attention.schedule import PhasePlan, PlanError, Transfer, simulate
 from tests.unit.plan_changes import both, changed, exchanged, placed, revisited
 from tests.unit.plan_steps import away, phases, sent, steps, visits
 
-FULL = plan(12, 3, heads=1, head_dim=8, direction="kv", forward_direction="kv")
-COALESCED = plan(12, 3, heads=1, head_dim=8, direction="kv", forward_direction="kv", coalesce=2)
+FULL = plan(12, 3, heads=2, head_dim=8, direction="kv", forward_direction="kv")
+COALESCED = plan(12, 3, heads=2, head_dim=8, direction="kv", forward_direction="kv", coalesce=2)
 
 # Of four parts of rank 0's keys rank 1 wants all but the third, and rank 2 all but the second.
 wanted = np.eye(12, dtype=bool)
@@ -76,6 +76,20 @@ def home_in_the_buffer_of_visitors(phase: PhasePlan) -> Iterator[PhasePlan]:
     for rank, step, visit in visits(phase):
         if rank == visit.block:
             yield revisited(phase, step, visit, replace(visit, rows=((0, 4),)))
+
+
+@broken
+def some_heads_of_home_twice_or_never(phase: PhasePlan) -> Iterator[PhasePlan]:
+    for rank, step, visit in visits(phase):
+        if rank == visit.block:
+            for heads in ((0, 0), (0, 1), (0, 2), (1, 2), None):
+                if heads != visit.heads and (heads or (0, 2)) != (visit.heads or (0, 2)):
+                    yield revisited(phase, step, visit, replace(visit, heads=heads))
+
+
+@broken
+def some_heads_of_a_visitor(phase: PhasePlan) -> Iterator[PhasePlan]:
+    return (revisited(phase, step, visit, replace(visit, heads=(0, 1))) for _, step, visit in away(phase))
 
 
 @broken

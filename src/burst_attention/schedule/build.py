@@ -21,17 +21,13 @@ from burst_attention.geometry import (
 )
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask
-from burst_attention.schedule.bundles import DIRECTIONS, Shapes, make_bundle, moved_fields
+from burst_attention.schedule.bundles import DIRECTIONS, Heads, Shapes, make_bundle, moved_fields
 from burst_attention.schedule.plan import OPERAND, RESULT, PhasePlan, Plan, Round, Transfer, Visit, packed_pieces
 from burst_attention.topology import FlatRing
 
 Pieces = tuple[Piece, ...]
 PieceTable = tuple[tuple[Pieces, ...], ...]
 """pieces[query rank][key rank]"""
-
-HOME_SPLIT_ROWS = 64
-HOME_SPLIT_PARTS = 8
-"""Home's pieces are split at a multiple of an eighth of their query rows, or of 64: both parts stay kernel-friendly."""
 
 
 @lru_cache(maxsize=64)
@@ -78,7 +74,7 @@ def _choose(
         bundles = make_bundle(operands, shapes), make_bundle(results, shapes, wire_dtype)
         for step in (1, -1):
             topology = FlatRing(layout.ring_size, step, min(coalesce, max(layout.ring_size - 1, 1)))
-            rounds = _Builder(topology, pieces, side, bool(results)).rounds()
+            rounds = _Builder(topology, pieces, side, bool(results), shapes.halves()).rounds()
             candidates.append(PhasePlan(phase, side, topology, *bundles, shapes, needs, local_rows, rounds))
     return min(candidates, key=lambda plan: (plan.total_bytes, plan.total_messages))
 
@@ -122,11 +118,14 @@ def _bands_of_runs(bands: tuple[Band, ...], runs: tuple[Run, ...], keys: bool) -
 class _Builder:
     """Lays the rounds of every rank for one moving side and one way round the ring."""
 
-    def __init__(self, topology: FlatRing, pieces: PieceTable, side: str, has_results: bool) -> None:
+    def __init__(
+        self, topology: FlatRing, pieces: PieceTable, side: str, has_results: bool, halves: tuple[Heads, Heads] | None
+    ) -> None:
         self.topology = topology
         self.pieces = pieces
         self.side = side
         self.has_results = has_results
+        self.halves = halves
         self.returns = has_results and topology.size > 1
         self.last_round = topology.visiting_rounds + self.returns
         ranks = range(topology.size)
@@ -190,13 +189,13 @@ class _Builder:
         self.receives[target][index].append(transfer)
 
     def _rank_rounds(self, rank: int) -> tuple[Round, ...]:
-        home_first, home_last = self._home_parts(rank)
+        home_first, home_last = self._home_visits(rank)
         rounds = []
         for index in range(self.last_round + 1):
             if index == 0:
-                visits: tuple[Visit, ...] = (Visit(rank, (), home_first),)
+                visits: tuple[Visit, ...] = (home_first,)
             elif index > self.topology.visiting_rounds:
-                visits = (Visit(rank, (), home_last),)
+                visits = (home_last,)
             else:
                 pairs = [(self.topology.visiting(rank, d), d) for d in self.topology.distances(index)]
                 visits = tuple(
@@ -207,34 +206,16 @@ class _Builder:
             rounds.append(Round(index, visits, pieces, _in_order(sends), _in_order(receives)))
         return tuple(rounds)
 
-    def _home_parts(self, rank: int) -> tuple[Pieces, Pieces]:
-        """Home's pieces to compute first, hiding the first hop, and last, hiding the way home of its results."""
+    def _home_visits(self, rank: int) -> tuple[Visit, Visit]:
+        """Home's work to do first, hiding the first hop, and last, hiding the way home of its results.
+
+        Half of the heads each: the pieces stay as large as they are, which is what kernels are fast on.
+        """
         home = self.pieces[rank][rank]
-        return split_rows(home) if self.returns else (home, ())
-
-
-def split_rows(pieces: Pieces) -> tuple[Pieces, Pieces]:
-    """Cut pieces at a query row so that both parts hold about half of the pairs; all in the first when too small."""
-    if not pieces:
-        return (), ()
-    rows = max(p.q_first + p.q_count for p in pieces)
-    keys = max(p.k_first + p.k_count for p in pieces)
-    total = sum(p.pairs for p in pieces)
-
-    def upper(row: int) -> Pieces:
-        return tuple(part for p in pieces if (part := p.crop(0, row, 0, keys)))
-
-    unit = max(HOME_SPLIT_ROWS, 1 << ((rows // HOME_SPLIT_PARTS).bit_length() - 1) if rows >= HOME_SPLIT_PARTS else 0)
-    low, high = 0, rows // unit
-    while low < high:
-        middle = (low + high) // 2
-        if 2 * sum(p.pairs for p in upper(middle * unit)) < total:
-            low = middle + 1
-        else:
-            high = middle
-    row = low * unit
-    lower = tuple(part for p in pieces if (part := p.crop(row, rows, 0, keys)))
-    return (upper(row), lower) if upper(row) else (pieces, ())
+        if not self.returns or self.halves is None:
+            return Visit(rank, (), home), Visit(rank, (), ())
+        first, last = self.halves
+        return Visit(rank, (), home, first), Visit(rank, (), home, last)
 
 
 def _in_order(transfers: list[Transfer]) -> tuple[Transfer, ...]:

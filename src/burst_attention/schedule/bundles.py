@@ -11,15 +11,21 @@ Rows are token-major with all fields of a token together, so the rows a later ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 ROW_ALIGNMENT = 16
 
+Heads = tuple[int, int]
+"""Query heads [first, last) of some work."""
+
 PHASES = ("forward", "backward")
 DIRECTIONS = ("kv", "query")
+
+KEY_SIDE = ("k", "v", "dk", "dv")
+"""Tensors with a row for each key; the others have one for each query."""
 
 OPERANDS: dict[tuple[str, str], tuple[str, ...]] = {
     ("forward", "kv"): ("k", "v"),
@@ -46,6 +52,23 @@ class Shapes:
     head_dim: int
     value_dim: int
     dtype: torch.dtype
+
+    def halves(self) -> tuple[Heads, Heads] | None:
+        """The query heads in two near-equal parts that share no key head, if there are two; None for a single head."""
+        middle = (self.kv_heads + 1) // 2 * (self.heads // self.kv_heads) if self.kv_heads > 1 else self.heads // 2
+        return ((0, middle), (middle, self.heads)) if 0 < middle < self.heads else None
+
+    def key_heads(self, heads: Heads) -> Heads:
+        """The key heads that some query heads attend to."""
+        per_key = self.heads // self.kv_heads
+        return heads[0] // per_key, -(-heads[1] // per_key)
+
+    def of_heads(self, heads: Heads | None) -> Shapes:
+        """The shapes with some of the query heads, and their key heads, alone."""
+        if heads is None:
+            return self
+        first, last = self.key_heads(heads)
+        return replace(self, heads=heads[1] - heads[0], kv_heads=last - first)
 
     @property
     def accumulate_dtype(self) -> torch.dtype:

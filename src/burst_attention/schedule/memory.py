@@ -7,8 +7,9 @@ largest workspace of any round, and does not depend on the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from burst_attention.schedule.bundles import make_bundle
+from burst_attention.schedule.bundles import KEY_SIDE, make_bundle
 from burst_attention.schedule.plan import PhasePlan, Plan, Round
 
 COPIES = {
@@ -37,7 +38,11 @@ def phase_bytes(phase: PhasePlan, rank: int, workspace: Workspace) -> int:
     computed, received = phase.result_slot_rows(rank)
     precise = make_bundle(phase.results.names, phase.shapes)
     results = computed * (precise.row_bytes + phase.results.row_bytes) + received * phase.results.row_bytes
-    work = (workspace(phase, step, step.row_count > 0) for step in phase.rounds[rank] if step.pieces)
+    work = (
+        workspace(replace(phase, shapes=phase.shapes.of_heads(step.heads)), step, step.row_count > 0)
+        for step in phase.rounds[rank]
+        if step.pieces
+    )
     return operands + results + max(work, default=0)
 
 
@@ -56,4 +61,4 @@ def _row_bytes(phase: PhasePlan, names: tuple[str, ...], rank: int, plan: Plan) 
     """Bytes of home tensors with a row for each of a rank's queries or keys."""
     fields = make_bundle(names, phase.shapes).fields
     rows = {True: plan.key_layout.local_tokens(rank), False: plan.layout.local_tokens(rank)}
-    return sum(field.row_bytes * rows[field.name in ("k", "v", "dk", "dv")] for field in fields)
+    return sum(field.row_bytes * rows[field.name in KEY_SIDE] for field in fields)

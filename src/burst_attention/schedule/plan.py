@@ -5,7 +5,8 @@ them too, else straight from home. Results take the same ways back.
 
 In round t a rank posts the transfers listed there, computes the round's pieces, then waits for those transfers.
 Operands posted in round t are computed with in round t + 1. Results computed in round t are posted in round t + 1,
-towards the next visitor or home. Round 0 and the last round compute home's own pieces.
+towards the next visitor or home. Round 0 and the last round compute home's own pieces, half of the heads each where
+results travel.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from burst_attention.geometry import Piece, Rows, count_rows, join_pieces, moved_rows, row_offset, unite_rows
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask
-from burst_attention.schedule.bundles import Bundle, Shapes
+from burst_attention.schedule.bundles import Bundle, Heads, Shapes
 from burst_attention.topology import FlatRing
 
 OPERAND = "operand"
@@ -47,12 +48,14 @@ class Transfer:
 class Visit:
     """A block at a rank: the rows of it that the rank needs, and the pieces it computes, in the block's own rows.
 
-    At home all rows are at hand and `rows` is empty.
+    At home all rows are at hand and `rows` is empty. There `heads` may name the query heads that are computed, while
+    another round has the others; None is all.
     """
 
     block: int
     rows: Rows
     pieces: tuple[Piece, ...]
+    heads: Heads | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,11 @@ class Round:
     """What a kernel is asked to compute: the visits' pieces, in rows of the buffer."""
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
+
+    @property
+    def heads(self) -> Heads | None:
+        """The query heads that are computed; None is all."""
+        return self.visits[0].heads if self.visits else None
 
     @cached_property
     def row_count(self) -> int:
@@ -133,8 +141,13 @@ class PhasePlan:
         return sum(len(step.sends) for rounds in self.rounds for step in rounds)
 
     def pairs(self, rank: int) -> int:
-        """Allowed (query, key) pairs that a rank computes."""
-        return sum(piece.pairs for step in self.rounds[rank] for visit in step.visits for piece in visit.pieces)
+        """Allowed (query, key) pairs that a rank computes, counted for each query head."""
+        return sum(
+            piece.pairs * self.shapes.of_heads(visit.heads).heads
+            for step in self.rounds[rank]
+            for visit in step.visits
+            for piece in visit.pieces
+        )
 
     def flops(self, rank: int) -> int:
         """Floating-point operations of the matrix products this rank needs for its pairs."""
@@ -145,7 +158,7 @@ class PhasePlan:
             # Scores and dP are always rebuilt; then one product per gradient that is wanted.
             per_pair = 2 * dim + 2 * value
             per_pair += 2 * dim * (("q" in self.needs) + ("k" in self.needs)) + 2 * value * ("v" in self.needs)
-        return self.pairs(rank) * per_pair * self.shapes.heads * self.shapes.batch
+        return self.pairs(rank) * per_pair * self.shapes.batch
 
     @cached_property
     def imbalance(self) -> float:

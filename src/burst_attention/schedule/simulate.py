@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from burst_attention.geometry import Rows, contains_rows, intersect_rows, moved_rows, stretches, unite_rows
+from burst_attention.schedule.bundles import Heads
 from burst_attention.schedule.plan import OPERAND, RESULT, PhasePlan, Round, Transfer, packed_pieces
 
 Contributions = Counter[tuple[int, int]]
@@ -28,6 +29,8 @@ class _Rank:
     results: dict[int, Contributions] = field(default_factory=dict)
     """What waits to be sent for each block, computed in the round before."""
     home: Contributions = field(default_factory=Counter)
+    home_heads: list[Heads] = field(default_factory=list)
+    """Query heads that its own pieces were computed for."""
 
 
 def simulate(plan: PhasePlan) -> None:
@@ -52,6 +55,9 @@ def simulate(plan: PhasePlan) -> None:
     for transfer in (t for rounds in plan.rounds for step in rounds for t in step.sends):
         _require_one_stretch(plan, transfer)
     for rank in range(size):
+        edges = [0, *(edge for heads in sorted(ranks[rank].home_heads) for edge in heads), plan.shapes.heads]
+        once = edges[::2] == edges[1::2] or not ranks[rank].home_heads
+        _require(once, f"rank {rank} computes heads {ranks[rank].home_heads} of its own block")
         _require(not ranks[rank].operands, f"rank {rank} ends with a block that nobody computes with")
         _require(not ranks[rank].results, f"rank {rank} ends with a result that was never sent")
         if plan.results.fields:
@@ -72,6 +78,7 @@ def _require_visits(plan: PhasePlan, rank: int, step: Round, index: int) -> None
     for visit in step.visits:
         touched = unite_rows(moved_rows(piece, plan.direction) for piece in visit.pieces)
         needed = () if visit.block == rank else touched
+        _require(visit.heads is None or visit.block == rank, f"{where}: only some heads of a visiting block")
         _require(visit.rows == needed, f"{where}: rows of {visit.block} are {visit.rows}, pieces touch {touched}")
 
 
@@ -148,6 +155,8 @@ def _compute(plan: PhasePlan, rank: _Rank, index: int, step: Round, expected: li
             _require(contains_rows(held, ((first, last),)), f"rank {index} round {step.index} lacks rows of {piece}")
             # The same rank may touch a row by several pieces: one contribution.
             touched.update({(index, row): 1 for row in range(first, last) if (index, row) not in touched})
+        if at_home and visit.pieces:
+            rank.home_heads.append(visit.heads or (0, plan.shapes.heads))
         if not plan.results.fields:
             continue
         if at_home:

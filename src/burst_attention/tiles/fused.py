@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from burst_attention.merge import MAX_PARTIALS, Partial, State
+from burst_attention.merge import MAX_PARTIALS, Part, Partial, State
 from burst_attention.tiles.triton_forward import LN_2, LOG2_E
 
 PASS_ROWS = 32
@@ -141,7 +141,8 @@ def stand_in_for_out(dout: Tensor, delta: Tensor) -> Tensor:
 
 @triton.jit
 def _sum_kernel(
-    target_ptr, parts, target_strides, parts_strides, firsts, counts, out_ptr, out_strides, heads, row_count,
+    target_ptr, parts, target_strides, parts_strides, firsts, counts, first_heads, head_counts, out_ptr, out_strides,
+    heads, row_count,
     BLOCK: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, LOAD: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks, B * H)."""
@@ -157,25 +158,27 @@ def _sum_kernel(
         total = tl.zeros([BLOCK, PADDED], tl.float32)
     for index in tl.static_range(COUNT):
         local = rows - firsts[index]
-        inside = (local >= 0) & (local < counts[index])
+        local_head = head - first_heads[index]
+        inside = (local >= 0) & (local < counts[index]) & (local_head >= 0) & (local_head < head_counts[index])
         strides = parts_strides[index]
-        part_at = batch * strides[0] + head * strides[1] + local.to(tl.int64)[:, None] * strides[2] + d[None, :]
+        part_at = batch * strides[0] + local_head * strides[1] + local.to(tl.int64)[:, None] * strides[2] + d[None, :]
         total += tl.load(parts[index] + part_at, mask=inside[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
     out_at = batch * out_strides[0] + head * out_strides[1] + at[:, None] * out_strides[2] + d[None, :]
     tl.store(out_ptr + out_at, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def sum_parts(target: Tensor, parts: Sequence[tuple[int, Tensor]], load: bool, out: Tensor | None = None) -> None:
-    """Add parts, each from its first row on, to a target that holds nothing yet unless `load`; or write that to `out`.
+def sum_parts(target: Tensor, parts: Sequence[Part], load: bool, out: Tensor | None = None) -> None:
+    """Add parts, each at its place, to a target that holds nothing yet unless `load`; or write the sum to `out`.
 
     One pass, whatever the dtypes: (B, H, S, D) all, with columns next to each other.
     """
     out = target if out is None else out
     batch, heads, rows, dim = target.shape
-    firsts, tensors = tuple(first for first, _ in parts), tuple(part for _, part in parts)
+    firsts, first_heads, tensors = zip(*parts, strict=True)
     _sum_kernel[(triton.cdiv(rows, PASS_ROWS), batch * heads)](
         target, tensors, target.stride()[:3], tuple(part.stride()[:3] for part in tensors),
-        firsts, tuple(part.shape[2] for part in tensors), out, out.stride()[:3], heads, rows,
+        firsts, tuple(part.shape[2] for part in tensors), first_heads, tuple(part.shape[1] for part in tensors),
+        out, out.stride()[:3], heads, rows,
         BLOCK=PASS_ROWS, D=dim, PADDED=triton.next_power_of_2(dim), COUNT=len(parts), LOAD=load,
     )  # fmt: skip
 
@@ -183,7 +186,7 @@ def sum_parts(target: Tensor, parts: Sequence[tuple[int, Tensor]], load: bool, o
 def copy_on_gpu(target: Tensor, source: Tensor) -> None:
     """target.copy_(source) where (B, H, S, D) changes its order in memory, a whole row of D at a time."""
     if source.dim() == 4 and source.stride(-1) == 1 and source.numel():
-        sum_parts(target, [(0, source)], load=False)
+        sum_parts(target, [Part(0, 0, source)], load=False)
     else:
         target.copy_(source)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from burst_attention.geometry import Piece
-from burst_attention.merge import MAX_PARTIALS, State, finish
+from burst_attention.merge import MAX_PARTIALS, Part, State, finish
 from burst_attention.schedule import PhasePlan, Round
 
 GRADIENTS = ("dq", "dk", "dv")
@@ -35,7 +35,7 @@ class BackwardInputs(NamedTuple):
 
 
 SumParts = Callable[..., None]
-"""sum_parts(target, [(first row, part), ...], load, out): see fused.py."""
+"""sum_parts(target, parts, load, out): see fused.py."""
 
 
 class Accumulator:
@@ -48,16 +48,19 @@ class Accumulator:
     def __init__(self, tensor: Tensor, sum_parts: SumParts | None = None, untouched: bool = True) -> None:
         self.tensor, self.untouched = tensor, untouched
         self._sum_parts = sum_parts
-        self._waiting: list[tuple[int, Tensor]] = []
+        self._waiting: list[Part] = []
         self._borrows = False
 
-    def add(self, first: int, part: Tensor, borrowed: bool = False) -> None:
-        """Add to rows from `first` on. A borrowed part must be taken in, by `settle`, before its memory is reused."""
+    def add(self, first: int, part: Tensor, borrowed: bool = False, head: int = 0) -> None:
+        """Add to rows from `first` on, and heads from `head` on.
+
+        A borrowed part must be taken in, by `settle`, before its memory is reused.
+        """
         if self._sum_parts is None:
             self.settle()
-            self.tensor[:, :, first : first + part.shape[2]].add_(part)
+            self.tensor[:, head : head + part.shape[1], first : first + part.shape[2]].add_(part)
             return
-        self._waiting.append((first, part))
+        self._waiting.append(Part(first, head, part))
         self._borrows |= borrowed
         if len(self._waiting) == MAX_PARTIALS:
             self.settle()
@@ -81,6 +84,27 @@ class Accumulator:
         result = torch.empty_like(self.tensor, dtype=dtype)
         self._sum_parts(self.tensor, self._waiting, load=not self.untouched, out=result)
         return result
+
+    def heads(self, first: int, last: int) -> Accumulator:
+        """Some of its heads."""
+        return AccumulatorHeads(self, first, last)
+
+
+class AccumulatorHeads(Accumulator):
+    """Heads [first, last) of an accumulator, to add to."""
+
+    def __init__(self, whole: Accumulator, first: int, last: int) -> None:
+        super().__init__(whole.tensor[:, first:last])
+        self._whole, self._first, self._last = whole, first, last
+
+    def add(self, first: int, part: Tensor, borrowed: bool = False, head: int = 0) -> None:
+        self._whole.add(first, part, borrowed, self._first + head)
+
+    def settle(self, borrowed_only: bool = False) -> Tensor:
+        return self._whole.settle(borrowed_only)[:, self._first : self._last]
+
+    def finish(self, dtype: torch.dtype) -> Tensor:
+        raise AssertionError("an accumulator is finished as a whole")
 
 
 class Gradients(NamedTuple):
