@@ -1,262 +1,31 @@
-"""`burst bench gpu`: kernels and whole rings on one GPU, against the fastest whole attention in the same run.
-
-The ring tax is W x (time of the slowest rank) / (time of one whole attention by the fastest kernel). Each rank is timed
-alone: what other ranks would send is handed over by reference, or copied on a stream of its own as a receive would be.
-"""
+"""`burst bench gpu`: kernels and whole rings on one GPU, as rows."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from burst_attention.api import burst_attention, plan
 from burst_attention.bench import append_rows, machine
-from burst_attention.engine import RowBuffer
-from burst_attention.geometry import Piece, full_piece
-from burst_attention.layout import Layout
-from burst_attention.mask import causal, full
-from burst_attention.merge import State, clear
-from burst_attention.ring.lone import LoneRing
-from burst_attention.schedule import PhasePlan, Plan
-from burst_attention.tiles import Accumulator, BackwardInputs, Gradients, TileKernel
+from burst_attention.bench_kernels import mask_rows, tile_rows
+from burst_attention.bench_tax import RANKS_TIMED, TAX_CASES, breakdown_rows, tax_rows
 
-WARM_UPS = 3
-HEAD_START_CYCLES = 20_000_000
-
-
-@dataclass(frozen=True)
-class TaxCase:
-    """A ring and the attention it computes."""
-
-    ranks: int = 8
-    tokens_per_rank: int = 8192
-    heads: int = 32
-    kv_heads: int = 32
-    head_dim: int = 128
-    causal: bool = True
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def tokens(self) -> int:
-        return self.ranks * self.tokens_per_rank
-
-    @property
-    def options(self) -> dict[str, Any]:
-        layout = Layout("zigzag" if self.causal else "contiguous", self.tokens, self.ranks)
-        return {"mask": causal() if self.causal else full(), "layout": layout}
-
-    def plan(self, **options: Any) -> Plan:
-        shapes: dict[str, Any] = {
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "dtype": self.dtype,
-        }
-        return plan(self.tokens, self.ranks, device="cuda", **shapes, **self.options, **options)
+Rows = Iterator[dict[str, Any]]
+PARTS: dict[str, Callable[[int], Rows]] = {
+    "tax": lambda repeat: tax_rows(TAX_CASES, repeat, RANKS_TIMED),
+    "breakdown": lambda repeat: itertools.chain(*(breakdown_rows(case, 3) for case in TAX_CASES[:2])),
+    "tiles": tile_rows,
+    "masks": mask_rows,
+}
 
 
-def median_ms(run: Callable[[], Any], repeat: int) -> float:
-    """Median milliseconds on the device, each repetition between its own events.
-
-    The device is kept busy before each, so that launches are enqueued ahead as they are in the middle of a training
-    step; `host_ms` says what they cost the host.
-    """
-    for _ in range(WARM_UPS):
-        run()
-    times = []
-    for _ in range(repeat):
-        torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return float(statistics.median(times))
-
-
-def host_ms(run: Callable[[], Any], repeat: int) -> float:
-    """Median milliseconds until a call returns to the host, with nothing on the device to wait for."""
-    times = []
-    for _ in range(repeat):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        run()
-        times.append(1e3 * (time.perf_counter() - started))
-    return statistics.median(times)
-
-
-def made_up_blocks(case: TaxCase, made: Plan, device: str) -> Callable[[str, int], Tensor]:
-    """What other ranks would send: random operands with plausible statistics, and results of 0.
-
-    Buffers of one call are different memory; the next call gets the same ones again.
-    """
-    kept: dict[tuple[str, int], list[Tensor]] = {}
-    given: dict[tuple[str, int], int] = {}
-
-    def make(what: str, nbytes: int) -> Tensor:
-        phase, channel, *copied = what.split()
-        key = what, nbytes
-        turn = given[key] = (given.get(key, -1) + 1) % (1 if copied else 3)
-        pool = kept.setdefault(key, [])
-        if turn >= len(pool):
-            pool.append(_made_up_block(case, made.phase(phase), channel == "result", nbytes, device))
-        return pool[turn]
-
-    return make
-
-
-def _made_up_block(case: TaxCase, phase: PhasePlan, result: bool, nbytes: int, device: str) -> Tensor:
-    memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    if result:
-        return memory
-    rows = nbytes // phase.operands.row_bytes
-    for name, view in RowBuffer(phase.operands, memory).fields(0, rows).items():
-        if name == "lse":
-            view.fill_(math.log(case.tokens) + 0.5)
-        elif name == "delta":
-            view.normal_(std=0.01)
-        else:
-            view.normal_()
-    return memory
-
-
-def lone_calls(case: TaxCase, rank: int, copies: bool, **options: Any) -> dict[str, Callable[[], Any]]:
-    """One rank's forward and backward, by themselves."""
-    made = case.plan(**{name: value for name, value in options.items() if name in ("coalesce", "direction")})
-    ring = LoneRing(rank, case.ranks, made_up_blocks(case, made, "cuda"), copies)
-    q, k, v, dout = _inputs(case, case.tokens_per_rank)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-
-    def attend() -> Tensor:
-        out: Tensor = burst_attention(q, k, v, ring=ring, check="off", **case.options, **options)
-        return out
-
-    out = attend()
-    return {
-        "forward": attend,
-        "backward": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
-    }
-
-
-def rank_ms(case: TaxCase, rank: int, *, copies: bool, repeat: int, **options: Any) -> dict[str, float]:
-    """Milliseconds of one rank's forward and backward, on the device and on the host."""
-    calls = lone_calls(case, rank, copies, **options)
-    times = {phase: median_ms(call, repeat) for phase, call in calls.items()}
-    return times | {f"{phase}_host": host_ms(call, repeat) for phase, call in calls.items()}
-
-
-def _inputs(case: TaxCase, tokens: int) -> tuple[Tensor, ...]:
-    torch.manual_seed(0)
-    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    return tuple(torch.randn(1, h, tokens, case.head_dim, device="cuda", dtype=case.dtype) for h in heads)
-
-
-def whole_ms(case: TaxCase, name: str, repeat: int) -> tuple[float, float]:
-    """Milliseconds of one whole attention by a vendor's kernel, forward and backward."""
-    from burst_attention.tiles.vendor import CudnnKernel, FlashKernel
-
-    kernel = {"cudnn": CudnnKernel, "flash": FlashKernel}[name]()
-    q, k, v, dout = _inputs(case, case.tokens)
-    scale = case.head_dim**-0.5
-    out, lse = kernel.attend(q, k, v, case.causal, scale)
-    out, lse = out.contiguous(), lse.contiguous()
-    forward = median_ms(lambda: kernel.attend(q, k, v, case.causal, scale), repeat)
-    return forward, median_ms(lambda: kernel.gradients(dout, q, k, v, out, lse, case.causal, scale), repeat)
-
-
-def tax_rows(cases: Sequence[TaxCase], repeat: int, ranks: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
-    """The ring tax of each case: blocks by reference with two coalesced and with none, and by device copies.
-
-    `ranks` narrows whom to time; the slowest of those is taken.
-    """
-    for case in cases:
-        timed = {name: whole for name in ("cudnn", "flash") if (whole := _try_whole(case, name, repeat)) is not None}
-        row = _case_fields(case) | {"suite": "gpu-tax", "flash": _flash_name(), "repeat": repeat}
-        for name, (forward, backward) in timed.items():
-            row |= {f"whole_{name}_forward_ms": forward, f"whole_{name}_backward_ms": backward}
-        best = [min(whole[index] for whole in timed.values()) for index in (0, 1)]
-        for coalesce, copies in ((2, False), (1, False), (2, True)):
-            chosen = range(case.ranks) if ranks is None else [rank for rank in ranks if rank < case.ranks]
-            times = [rank_ms(case, rank, copies=copies, repeat=repeat, coalesce=coalesce) for rank in chosen]
-            slowest = {name: max(found[name] for found in times) for name in times[0]}
-            yield row | {
-                "coalesce": coalesce,
-                "copies": copies,
-                "ranks_timed": list(chosen),
-                **{f"{name}_ms": round(value, 4) for name, value in slowest.items()},
-                "forward_tax": round(case.ranks * slowest["forward"] / best[0], 4),
-                "backward_tax": round(case.ranks * slowest["backward"] / best[1], 4),
-                "planned_peak_gib": round(max(map(case.plan(coalesce=coalesce).peak_bytes, chosen)) / 2**30, 3),
-            }
-
-
-def tile_rows(repeat: int) -> Iterator[dict[str, Any]]:
-    """Rates of every kernel on single tiles, H = 32, D = 128, bf16; our own forward also with its state carried."""
-    from burst_attention.tiles.cuda import CudaKernel
-
-    kernels = CudaKernel()
-    for rows, cols, triangle in ((8192, 8192, False), (8192, 8192, True), (8192, 4096, False), (4096, 2048, False)):
-        case = TaxCase(ranks=1, tokens_per_rank=rows, causal=triangle)
-        q, _, _, dout = _inputs(case, rows)
-        _, k, v, _ = _inputs(case, cols)
-        piece = Piece(0, rows, 0, cols, 0, rows) if triangle else full_piece(0, rows, 0, cols)
-        flops = 4 * piece.pairs * case.head_dim * case.heads / 1e9
-        for kernel in (kernels.triton, *kernels.vendors.values()):
-            forward, backward = _tile_calls(kernel, piece, q, k, v, dout)
-            yield {
-                "suite": "gpu-tiles", "kernel": kernel.name, "flash": _flash_name(), "rows": rows, "cols": cols,
-                "causal": triangle, "forward_tflops": round(flops / median_ms(forward, repeat), 1),
-                "backward_tflops": round(2.5 * flops / median_ms(backward, repeat), 1), "repeat": repeat,
-            }  # fmt: skip
-
-
-def _tile_calls(
-    kernel: TileKernel, piece: Piece, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
-) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A forward into a state that is carried on, and a backward into accumulators that are added to."""
-    scale = q.shape[3] ** -0.5
-    acc, peak, total = (torch.empty(shape, device="cuda") for shape in (q.shape, q.shape[:3], q.shape[:3]))
-    state = State(acc, peak, total)
-    clear(state)
-    lse = torch.full(q.shape[:3], math.log(k.shape[2]) + 0.5, device="cuda")
-    inputs = BackwardInputs(dout, q, k, v, lse, torch.zeros_like(lse), None)
-    totals = Gradients(*(Accumulator(torch.zeros(x.shape, device="cuda"), untouched=False) for x in (q, k, v)))
-    return (
-        lambda: kernel.forward([piece], q, k, v, state, scale),
-        lambda: kernel.backward([piece], inputs, totals, scale),
-    )
-
-
-def _try_whole(case: TaxCase, name: str, repeat: int) -> tuple[float, float] | None:
-    try:
-        return whole_ms(case, name, repeat)
-    except RuntimeError as error:
-        print(f"{name} cannot compute the whole of {case}: {error}")
-        return None
-
-
-def _case_fields(case: TaxCase) -> dict[str, Any]:
-    return {**asdict(case), "dtype": str(case.dtype).removeprefix("torch.")}
-
-
-def _flash_name() -> str:
-    from burst_attention.tiles.cuda import active_flash
-
-    return active_flash()
-
-
-def gpu(repeat: int, output: str | None = None, flash: str | None = None) -> list[dict[str, Any]]:
-    """Measure tiles and ring tax on the current GPU, print the rows, and append them to `output` when it is given."""
+def gpu(
+    repeat: int, output: str | None = None, flash: str | None = None, only: str | None = None
+) -> list[dict[str, Any]]:
+    """Measure on the current GPU, print the rows, and append each to `output` when it is given."""
     if not torch.cuda.is_available():
         raise ValueError("bench gpu needs a GPU that torch can use, and there is none here")
     if flash:
@@ -265,55 +34,8 @@ def gpu(repeat: int, output: str | None = None, flash: str | None = None) -> lis
         activate_flash_attention_impl(flash)
     about = machine() | {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     rows = []
-    taxed, breakdown = tax_rows(TAX_CASES, repeat, RANKS_TIMED), (breakdown_rows(case, 3) for case in TAX_CASES[:2])
-    for row in itertools.chain(taxed, *breakdown, tile_rows(repeat)):
+    for row in itertools.chain(*(make(repeat) for part, make in PARTS.items() if only in (None, part))):
         rows.append(row | about)
         print(json.dumps(row), flush=True)
         append_rows(output, rows[-1:])
     return rows
-
-
-TAX_CASES = (
-    TaxCase(),
-    TaxCase(tokens_per_rank=4096),
-    TaxCase(kv_heads=8),
-    TaxCase(tokens_per_rank=4096, kv_heads=8),
-    TaxCase(ranks=4),
-    TaxCase(ranks=16, tokens_per_rank=4096),
-    TaxCase(causal=False, tokens_per_rank=4096),
-)
-RANKS_TIMED = (0, 2, 3, 7, 15)
-"""The first, the last, and those whose coalesced blocks lie on both sides of the diagonal."""
-
-KINDS = {
-    "attention": ("flash", "sdpa", "cudnn"),
-    "merge": ("_merge_kernel",),
-    "sums and packing": ("_sum_kernel",),
-    "stand-in and delta": ("_stand_in_kernel", "_delta_kernel"),
-    "bench": ("distribution",),
-}
-"""What a device kernel's name says of its purpose; "bench" makes up blocks and does not count."""
-
-
-def kind_of(kernel_name: str) -> str:
-    """The purpose of a device kernel."""
-    return next((kind for kind, marks in KINDS.items() if any(mark in kernel_name for mark in marks)), "other")
-
-
-def breakdown_rows(case: TaxCase, rank: int, repeat: int = 3) -> Iterator[dict[str, Any]]:
-    """Where a rank's time on the device goes, by torch's profiler."""
-    calls = lone_calls(case, rank, copies=False, coalesce=2)
-    for phase, call in calls.items():
-        for _ in range(WARM_UPS):
-            call()
-        with torch.profiler.profile() as profile:
-            for _ in range(repeat):
-                call()
-            torch.cuda.synchronize()
-        spent: dict[str, float] = {}
-        for event in profile.key_averages():
-            if "CUDA" in str(event.device_type):
-                kind = kind_of(event.key)
-                spent[kind] = spent.get(kind, 0.0) + event.self_device_time_total / repeat
-        row = _case_fields(case) | {"suite": "gpu-breakdown", "flash": _flash_name(), "rank": rank, "phase": phase}
-        yield row | {"microseconds": {kind: round(value) for kind, value in spent.items() if kind != "bench"}}

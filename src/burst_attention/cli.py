@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--tokens", type=int, default=16384, help="length of the whole sequence (default 16384)")
     bench.add_argument("--repeat", type=int, default=5, help="measured repetitions, interleaved (default 5)")
     bench.add_argument("--flash", help="gpu: what to activate under torch's flash operator, e.g. FA4")
+    bench.add_argument("--only", choices=("tax", "breakdown", "tiles", "masks"), help="gpu: one part alone")
     bench.add_argument("--output", help="append the rows, as JSON lines, to this file")
     bench.set_defaults(run=_bench)
 
@@ -88,7 +89,7 @@ def _bench(args: argparse.Namespace) -> int:
     if args.suite == "gpu":
         from burst_attention.bench_gpu import gpu
 
-        gpu(repeat=args.repeat, output=args.output, flash=args.flash)
+        gpu(repeat=args.repeat, output=args.output, flash=args.flash, only=args.only)
         return 0
     from burst_attention.bench import local
 

@@ -27,6 +27,8 @@ LAYERS = [
     {"burst_attention", "launch"},
     {"exactness"},
     {"check", "bench"},
+    {"bench_tax"},
+    {"bench_kernels"},
     {"bench_gpu"},
     {"cli"},
 ]

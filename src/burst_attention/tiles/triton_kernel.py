@@ -19,6 +19,12 @@ from burst_attention.merge import State
 from burst_attention.schedule import PhasePlan, Round
 from burst_attention.tiles.block_table import block_table
 from burst_attention.tiles.gpu import GpuKernel
+from burst_attention.tiles.hopper import (
+    launch_hopper_backward,
+    launch_hopper_forward,
+    serves_backward,
+    serves_forward,
+)
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.triton_backward import key_gradients_kernel, query_gradients_kernel
 from burst_attention.tiles.triton_forward import forward_kernel
@@ -70,15 +76,34 @@ class TritonKernel(GpuKernel):
 
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         q, k, v = (dense_columns(x) for x in (q, k, v))
-        launch_forward(tuple(pieces), q, k, v, state, scale)
+        launch_fastest_forward(tuple(pieces), q, k, v, state, scale)
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         x = x._replace(**{name: dense_columns(getattr(x, name)) for name in ("dout", "q", "k", "v")})
         dq, dk, dv = (None if total is None else total.settle() for total in gradients)
+        if dq is not None and dk is not None and dv is not None and serves_backward(x, scale):
+            launch_hopper_backward(tuple(pieces), x, (dq, dk, dv), scale)
+            return
         if dk is not None or dv is not None:
             launch_key_gradients(tuple(pieces), x, dk, dv, scale)
         if dq is not None:
             launch_query_gradients(tuple(pieces), x, dq, scale)
+
+
+def launch_fastest_forward(
+    pieces: tuple[Piece, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State,
+    scale: float,
+    *,
+    load: bool = True,
+    finished: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """`launch_forward`, by the kernel for Hopper where it serves."""
+    launch = launch_hopper_forward if serves_forward(q, k, v, scale) else launch_forward
+    launch(pieces, q, k, v, state, scale, load=load, finished=finished)
 
 
 def launch_forward(

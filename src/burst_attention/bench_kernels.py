@@ -1,0 +1,147 @@
+"""The kernels' part of `burst bench gpu`: rates on single tiles and whole masks, beside others' in the same run.
+
+Rates are algorithmic: 4 operations per pair, head and head dim in forward and 10 in backward, whatever is computed
+twice inside. H = 32, D = 128, bf16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_attention.bench_tax import TaxCase, flash_name, made_inputs, median_ms
+from burst_attention.geometry import Piece, full_piece
+from burst_attention.layout import Layout
+from burst_attention.mask import Mask, causal, documents, window
+from burst_attention.merge import State, clear
+from burst_attention.schedule.build import piece_table
+from burst_attention.tiles import Accumulator, BackwardInputs, Gradients, TileKernel
+
+TILES = ((8192, 8192, False), (8192, 8192, True), (8192, 4096, False), (4096, 2048, False))
+MASK_TOKENS = 16384
+DOCUMENT_LENGTHS = (1700, 600, 3100, 900, 2400, 300, 4100, 3284)
+
+
+def masks() -> dict[str, Mask]:
+    """What our kernel is compared with FlexAttention on."""
+    return {
+        "causal": causal(),
+        "causal window 1024": causal() & window(1024),
+        "causal documents": causal() & documents(DOCUMENT_LENGTHS),
+    }
+
+
+def tile_rows(repeat: int) -> Iterator[dict[str, Any]]:
+    """Every kernel on single tiles, forward into a carried state; ours also without one."""
+    from burst_attention.tiles.cuda import CudaKernel
+
+    kernels = CudaKernel()
+    for rows, cols, triangle in TILES:
+        case = TaxCase(ranks=1, tokens_per_rank=rows, causal=triangle)
+        q, _, _, dout = made_inputs(case, rows)
+        _, k, v, _ = made_inputs(case, cols)
+        piece = Piece(0, rows, 0, cols, 0, rows) if triangle else full_piece(0, rows, 0, cols)
+        row = {"suite": "gpu-tiles", "flash": flash_name(), "rows": rows, "cols": cols, "causal": triangle}
+        flops = 4 * piece.pairs * case.head_dim * case.heads / 1e9
+        for kernel in (kernels.triton, *kernels.vendors.values()):
+            forward, backward = _tile_calls(kernel, piece, q, k, v, dout)
+            rates = {
+                "forward": flops / median_ms(forward, repeat),
+                "backward": 2.5 * flops / median_ms(backward, repeat),
+            }
+            if kernel is kernels.triton:
+                rates["plain_forward"] = flops / median_ms(_plain_forward((piece,), q, k, v), repeat)
+            rates = {f"{name}_tflops": round(rate, 1) for name, rate in rates.items()}
+            yield row | {"kernel": kernel.name, "repeat": repeat} | rates
+
+
+def mask_rows(repeat: int) -> Iterator[dict[str, Any]]:
+    """Our kernel and FlexAttention on whole masks: forward from nothing to out and lse, and backward."""
+    from burst_attention.tiles.triton_kernel import TritonKernel
+
+    case = TaxCase(ranks=1, tokens_per_rank=MASK_TOKENS)
+    q, k, v, dout = made_inputs(case, MASK_TOKENS)
+    layout = Layout.contiguous(MASK_TOKENS, 1)
+    for name, mask in masks().items():
+        pieces = piece_table(mask, layout, layout)[0][0]
+        flops = 4 * sum(piece.pairs for piece in pieces) * case.head_dim * case.heads / 1e9
+        row = {"suite": "gpu-masks", "mask": name, "tokens": MASK_TOKENS, "repeat": repeat}
+        calls = {
+            "triton": (
+                _plain_forward(pieces, q, k, v),
+                _tile_calls(TritonKernel(), pieces, q, k, v, dout)[1],
+            ),
+            "flex": _flex_calls(mask, q, k, v, dout),
+        }
+        for kernel, (forward, backward) in calls.items():
+            rates = flops / median_ms(forward, repeat), 2.5 * flops / median_ms(backward, repeat)
+            yield row | {
+                "kernel": kernel, "forward_tflops": round(rates[0], 1), "backward_tflops": round(rates[1], 1)
+            }  # fmt: skip
+
+
+def _plain_forward(pieces: tuple[Piece, ...], q: Tensor, k: Tensor, v: Tensor) -> Callable[[], None]:
+    """Our forward from no state to out and lse, as one device alone would run it."""
+    from burst_attention.tiles.triton_kernel import launch_fastest_forward
+
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
+    state = State(out, lse, lse)
+    scale = q.shape[3] ** -0.5
+    return lambda: launch_fastest_forward(pieces, q, k, v, state, scale, load=False, finished=(out, lse))
+
+
+def _tile_calls(
+    kernel: TileKernel, pieces: Piece | tuple[Piece, ...], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A forward into a state that is carried on, and a backward into accumulators that are added to."""
+    listed = [pieces] if isinstance(pieces, Piece) else list(pieces)
+    scale = q.shape[3] ** -0.5
+    acc, peak, total = (torch.empty(shape, device="cuda") for shape in (q.shape, q.shape[:3], q.shape[:3]))
+    state = State(acc, peak, total)
+    clear(state)
+    lse = torch.full(q.shape[:3], math.log(k.shape[2]) + 0.5, device="cuda")
+    inputs = BackwardInputs(dout, q, k, v, lse, torch.zeros_like(lse), None)
+    totals = Gradients(*(Accumulator(torch.zeros(x.shape, device="cuda"), untouched=False) for x in (q, k, v)))
+    return (
+        lambda: kernel.forward(listed, q, k, v, state, scale),
+        lambda: kernel.backward(listed, inputs, totals, scale),
+    )
+
+
+def _flex_calls(
+    mask: Mask, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """torch's FlexAttention, compiled, with a block mask built beforehand."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    first, last = _document_edges(mask, q.shape[2], q.device)
+
+    def allowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & (j >= first[i]) & (j < last[i])
+
+    block_mask = create_block_mask(allowed, None, None, q.shape[2], k.shape[2], device="cuda")
+    attend: Any = torch.compile(flex_attention, dynamic=False)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, block_mask=block_mask)
+    return (
+        lambda: attend(q, k, v, block_mask=block_mask),
+        lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
+    )
+
+
+def _document_edges(mask: Mask, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The keys [first, last) that each query sees; every mask compared here is one range per row."""
+    first, last = torch.zeros(tokens, dtype=torch.int32), torch.full((tokens,), tokens, dtype=torch.int32)
+    positions = torch.arange(tokens, dtype=torch.int32)
+    if "window" in str(mask):
+        first = (positions - 1023).clamp(min=0)
+    if "documents" in str(mask):
+        edge = 0
+        for length in DOCUMENT_LENGTHS:
+            first[edge : edge + length], last[edge : edge + length] = edge, edge + length
+            edge += length
+    return first.to(device), last.to(device)

@@ -1,0 +1,124 @@
+"""Starting our Hopper kernels: what they serve, and the descriptors that their loads need.
+
+Importing this file needs a triton that has Gluon for Hopper; `triton_kernel.py` asks `has_gluon` first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from burst_attention.geometry import Piece
+from burst_attention.merge import State
+from burst_attention.tiles.block_table import block_table
+from burst_attention.tiles.protocol import BackwardInputs
+
+BLOCK_Q = 128
+STAGES = 2
+DIMS = (64, 128)
+BACKWARD_DIM = 128
+BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q = 128, 64
+ALIGNMENT = 16
+
+
+@lru_cache(maxsize=1)
+def has_gluon() -> bool:
+    """Whether triton is new enough to have what the kernels are written in."""
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def serves_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+    """Whether the Hopper forward can take these tensors; what it cannot goes to triton_forward.py."""
+    return q.shape[3] in DIMS and v.shape[3] in DIMS and _served((q, k, v), scale)
+
+
+def serves_backward(x: BackwardInputs, scale: float) -> bool:
+    """Whether the Hopper backward can take these tensors; what it cannot goes to triton_backward.py.
+
+    That is deterministic, so it also serves where torch was asked for deterministic algorithms.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    return x.q.shape[3] == x.v.shape[3] == BACKWARD_DIM and _served((x.q, x.k, x.v, x.dout), scale)
+
+
+def _served(tensors: tuple[Tensor, ...], scale: float) -> bool:
+    q = tensors[0]
+    on_hopper = q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device) == (9, 0)
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    return on_hopper and half and scale > 0 and has_gluon() and all(_loadable(x) for x in tensors)
+
+
+def _loadable(x: Tensor) -> bool:
+    """Whether a tensor descriptor can point at it: rows and heads begin at multiples of 16 bytes."""
+    strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
+    aligned = all(stride * x.element_size() % ALIGNMENT == 0 for stride in strides)
+    return x.stride(3) == 1 and aligned and x.data_ptr() % ALIGNMENT == 0 and x.numel() > 0
+
+
+def _descriptor(x: Tensor, rows: int) -> object:
+    """For loads of (1, 1, rows, dim) of a (B, heads, rows, dim) tensor."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    block = [1, 1, rows, x.shape[3]]
+    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    # The stride of a single batch or head is never used, and must be aligned all the same.
+    strides = [stride if size > 1 else x.shape[3] for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+
+
+def launch_hopper_forward(
+    pieces: tuple[Piece, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State,
+    scale: float,
+    *,
+    load: bool = True,
+    finished: tuple[Tensor, Tensor] | None = None,
+    block_k: int = 128,
+    stages: int = STAGES,
+) -> None:
+    """As `triton_kernel.launch_forward`, for what `serves_forward` allows."""
+    from burst_attention.tiles.hopper_forward import hopper_forward_kernel
+
+    table = block_table(pieces, False, BLOCK_Q, block_k, q.device)
+    out, lse = finished or (state.acc, state.peak)
+    hopper_forward_kernel[(len(table.blocks), q.shape[0] * q.shape[1])](
+        _descriptor(q, BLOCK_Q // 2), _descriptor(k, block_k), _descriptor(v, block_k), *state[:3], out, lse, *table,
+        *state.acc.stride()[:3], *state.peak.stride(), *out.stride()[:3], *lse.stride(),
+        q.shape[1], q.shape[1] // k.shape[1], q.shape[2], scale,
+        BLOCK_K=block_k, D=q.shape[3], E=v.shape[3], STAGES=stages, LOAD=load, FINISH=finished is not None,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def launch_hopper_backward(
+    pieces: tuple[Piece, ...],
+    x: BackwardInputs,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    *,
+    stages: int = STAGES,
+) -> None:
+    """Add pieces to dq, dk and dv, for what `serves_backward` allows."""
+    from burst_attention.tiles.hopper_backward import hopper_backward_kernel
+
+    dq, dk, dv = gradients
+    table = block_table(pieces, True, BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, x.q.device)
+    hopper_backward_kernel[(len(table.blocks), x.k.shape[0] * x.k.shape[1])](
+        _descriptor(x.q, BACKWARD_BLOCK_Q), _descriptor(x.dout, BACKWARD_BLOCK_Q),
+        _descriptor(x.k, BACKWARD_BLOCK_K), _descriptor(x.v, BACKWARD_BLOCK_K), x.lse, x.delta, dq, dk, dv, *table,
+        *x.lse.stride(), *x.delta.stride(), *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
+        x.k.shape[1], x.q.shape[1] // x.k.shape[1], x.k.shape[2], scale,
+        D=x.q.shape[3], STAGES=stages, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,223 @@
+"""Our backward for Hopper, in Gluon, from lse and delta: five matrix products per block, none computed twice.
+
+Shapes: B batch, H query heads, G key heads, S query rows, K key rows, D = E head dim.
+
+One program holds 128 keys of one key head and walks over blocks of 64 queries. One warp loads queries, dout, lse and
+delta; two groups of four warps hold 64 keys each and keep their dk and dv in registers:
+
+    scores = k q'    dweights = v dout'    dv += weights dout    dk += dscores q    dq += dscores' k
+
+For dq the two groups put their dscores side by side in shared memory, and each computes half of dq's columns over all
+128 keys. That half is added to memory atomically, in whatever order programs come, so the last bits of dq differ from
+run to run; triton_backward.py's do not.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from burst_attention.tiles.hopper_forward import FIELDS, GROUP_ROWS, LOG2_E, WORKER_REGISTERS, WORKER_WARPS
+
+BLOCK_Q = gl.constexpr(64)
+
+
+@gluon.jit
+def _load_queries(
+    descriptors, buffers, statistics, blocks_ptr, entries_ptr, kv_heads, groups, scale,
+    D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: keys and values once, then every block of queries with its lse and delta."""
+    q_desc, dout_desc, k_desc, v_desc = descriptors
+    q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem, kv_full, q_full, q_empty = buffers
+    lse_ptr, delta_ptr, lse_strides, delta_strides = statistics
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    line = blocks_ptr + gl.program_id(0) * 3
+    batch, kv_head = gl.program_id(1) // kv_heads, gl.program_id(1) % kv_heads
+    key = gl.load(line) * (2 * GROUP_ROWS)
+    mbarrier.expect(kv_full, 2 * k_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, key, 0], kv_full, k_smem)
+    tma.async_copy_global_to_shared(v_desc, [batch, kv_head, key, 0], kv_full, v_smem)
+    first, last = gl.load(line + 1), gl.load(line + 2)
+    count = 0
+    for turn in range(groups * (last - first)):
+        head = kv_head * groups + turn // (last - first)
+        entry = entries_ptr + (first + turn % (last - first)) * FIELDS
+        some_last = gl.load(entry + 3)
+        lse_base = lse_ptr + batch.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
+        delta_base = delta_ptr + batch.to(gl.int64) * delta_strides[0] + head.to(gl.int64) * delta_strides[1]
+        for start in range(gl.load(entry), some_last, BLOCK_Q):
+            slot, phase = count % STAGES, (count // STAGES) & 1
+            rows = start + gl.arange(0, BLOCK_Q, layout=LAYOUT)
+            lse = gl.load(lse_base + rows * lse_strides[2], mask=rows < some_last, other=float("inf"))
+            delta = gl.load(delta_base + rows * delta_strides[2], mask=rows < some_last, other=0.0)
+            mbarrier.wait(q_empty.index(slot), phase ^ 1)
+            mbarrier.expect(q_full.index(slot), 2 * q_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_desc, [batch, head, start, 0], q_full.index(slot), q_smem.index(slot))
+            tma.async_copy_global_to_shared(
+                dout_desc, [batch, head, start, 0], q_full.index(slot), dout_smem.index(slot)
+            )
+            # A row without keys has lse = -inf; +inf makes its weights 0 instead of NaN.
+            lse_smem.index(slot).store(-gl.where(lse == float("-inf"), float("inf"), lse) / scale)
+            delta_smem.index(slot).store(-delta)
+            mbarrier.arrive(q_full.index(slot))
+            count += 1
+
+
+@gluon.jit
+def _masked(weights, entry, start, keys, LAYOUT: gl.constexpr):
+    """Weights with 0 for pairs that do not exist: each key's queries are [low, high)."""
+    x = keys - gl.load(entry + 4)
+    low = x + (gl.load(entry + 6) + 1 - gl.load(entry + 8) - start)
+    high = gl.minimum(x + (gl.load(entry + 6) + 1 - gl.load(entry + 7) - start), gl.load(entry + 3) - start)
+    high = gl.where((x >= 0) & (x < gl.load(entry + 5)), high, 0)
+    queries = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.where((queries >= low[:, None]) & (queries < high[:, None]), weights, 0.0)
+
+
+@gluon.jit
+def _add_rows(
+    base_ptr, strides, line, kv_heads, k_rows, part, PART: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Add to this group's keys of dk or dv."""
+    batch, kv_head = (gl.program_id(1) // kv_heads).to(gl.int64), (gl.program_id(1) % kv_heads).to(gl.int64)
+    rows = gl.load(line) * (2 * GROUP_ROWS) + PART * GROUP_ROWS
+    rows += gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    at = base_ptr + batch * strides[0] + kv_head * strides[1] + rows.to(gl.int64)[:, None] * strides[2] + d[None, :]
+    kept = (rows < k_rows)[:, None]
+    gl.store(at, gl.load(at, mask=kept, other=0.0) + part, mask=kept)
+
+
+@gluon.jit
+def _differentiate(
+    PART: gl.constexpr, buffers, exchange, gradients, blocks_ptr, entries_ptr,
+    kv_heads, groups, k_rows, scale, D: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """One group of four warps: 64 keys over every block of queries."""
+    q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem, kv_full, q_full, q_empty = buffers
+    scores_smem, scores_full, scores_empty = exchange
+    dq_ptr, dk_ptr, dv_ptr, dq_strides, dk_strides, dv_strides = gradients
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    KEY_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    QUERY_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 16])
+    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, KEY_LAYOUT, 2)
+    S_COLS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    line = blocks_ptr + gl.program_id(0) * 3
+    batch, kv_head = (gl.program_id(1) // kv_heads).to(gl.int64), (gl.program_id(1) % kv_heads)
+    keys = gl.load(line) * (2 * GROUP_ROWS) + PART * GROUP_ROWS
+    keys += gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+    k_all = k_smem.reshape([2 * GROUP_ROWS, D])
+    k = k_all.slice(PART * GROUP_ROWS, GROUP_ROWS, dim=0)
+    v = v_smem.reshape([2 * GROUP_ROWS, D]).slice(PART * GROUP_ROWS, GROUP_ROWS, dim=0)
+    k_half = k_all.slice(PART * (D // 2), D // 2, dim=1)
+    zeros = gl.zeros([GROUP_ROWS, BLOCK_Q], gl.float32, S_LAYOUT)
+    no_dq = gl.zeros([BLOCK_Q, D // 2], gl.float32, QUERY_LAYOUT)
+    dk = gl.zeros([GROUP_ROWS, D], gl.float32, KEY_LAYOUT)
+    dv = gl.zeros([GROUP_ROWS, D], gl.float32, KEY_LAYOUT)
+    d = PART * (D // 2) + gl.arange(0, D // 2, layout=gl.SliceLayout(0, QUERY_LAYOUT))
+    first, last = gl.load(line + 1), gl.load(line + 2)
+    mbarrier.wait(kv_full, 0)
+    count = 0
+    for turn in range(groups * (last - first)):
+        head = (kv_head * groups + turn // (last - first)).to(gl.int64)
+        entry = entries_ptr + (first + turn % (last - first)) * FIELDS
+        every_first, every_last, some_last = gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+        dq_base = dq_ptr + batch * dq_strides[0] + head * dq_strides[1]
+        for start in range(gl.load(entry), some_last, BLOCK_Q):
+            slot, phase = count % STAGES, (count // STAGES) & 1
+            side, side_phase = count % 2, (count // 2) & 1
+            mbarrier.wait(q_full.index(slot), phase)
+            q = q_smem.index(slot).reshape([BLOCK_Q, D])
+            dout = dout_smem.index(slot).reshape([BLOCK_Q, D])
+            # The products begin at -lse and -delta, which then need no registers of their own.
+            less_lse = zeros + lse_smem.index(slot).load(S_COLS)[None, :]
+            less_delta = zeros + delta_smem.index(slot).load(S_COLS)[None, :]
+            scores = warpgroup_mma(k, q.permute((1, 0)), less_lse, is_async=True)
+            dweights = warpgroup_mma(v, dout.permute((1, 0)), less_delta, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[scores])
+            weights = gl.exp2(scores * (scale * LOG2_E))
+            if (start < every_first) | (start >= every_last):
+                weights = _masked(weights, entry, start, keys, S_LAYOUT)
+            operand = gl.convert_layout(weights.to(DTYPE), A_LAYOUT)
+            dweights = warpgroup_mma_wait(0, deps=[dweights])
+            dv = warpgroup_mma(operand, dout, dv, is_async=True)
+            dscores = (weights * dweights).to(DTYPE)
+            mbarrier.wait(scores_empty.index(side), side_phase ^ 1)
+            scores_smem.index(side).slice(PART * GROUP_ROWS, GROUP_ROWS, dim=0).store(dscores)
+            fence_async_shared()
+            mbarrier.arrive(scores_full.index(side))
+            second = gl.convert_layout(dscores, A_LAYOUT)
+            dk = warpgroup_mma(second, q, dk, is_async=True)
+            mbarrier.wait(scores_full.index(side), side_phase)
+            dq = warpgroup_mma(scores_smem.index(side).permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
+            dv, dk, operand, second = warpgroup_mma_wait(1, deps=[dv, dk, operand, second])
+            mbarrier.arrive(q_empty.index(slot))
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            mbarrier.arrive(scores_empty.index(side))
+            rows = start + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(1, QUERY_LAYOUT))
+            at = dq_base + rows.to(gl.int64)[:, None] * dq_strides[2] + d[None, :]
+            gl.atomic_add(at, dq * scale, mask=(rows < some_last)[:, None], sem="relaxed")
+            count += 1
+    _add_rows(dk_ptr, dk_strides, line, kv_heads, k_rows, dk * scale, PART, D, KEY_LAYOUT)
+    _add_rows(dv_ptr, dv_strides, line, kv_heads, k_rows, dv, PART, D, KEY_LAYOUT)
+
+
+@gluon.jit
+def hopper_backward_kernel(
+    q_desc, dout_desc, k_desc, v_desc, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, blocks_ptr, entries_ptr,
+    lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row, dq_batch, dq_head, dq_row,
+    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, groups, k_rows, scale,
+    D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of 128 keys of the table, B * G): adds to dq, dk and dv."""
+    DTYPE: gl.constexpr = k_desc.dtype
+    q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
+    dout_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_Q, D], dout_desc.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, k_desc.block_type.shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, v_desc.block_type.shape, v_desc.layout)
+    ROW_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], ROW_LAYOUT)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], ROW_LAYOUT)
+    SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * GROUP_ROWS, BLOCK_Q], DTYPE)
+    scores_smem = gl.allocate_shared_memory(DTYPE, [2, 2 * GROUP_ROWS, BLOCK_Q], SCORES)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    scores_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    scores_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    for slot in gl.static_range(STAGES):
+        # What the descriptors load, and lse and delta.
+        mbarrier.init(q_full.index(slot), count=2)
+        mbarrier.init(q_empty.index(slot), count=2)
+    for side in gl.static_range(2):
+        mbarrier.init(scores_full.index(side), count=2)
+        mbarrier.init(scores_empty.index(side), count=2)
+    buffers = (q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem, kv_full, q_full, q_empty)
+    statistics = (lse_ptr, delta_ptr, (lse_batch, lse_head, lse_row), (delta_batch, delta_head, delta_row))
+    dq_strides, dk_strides = (dq_batch, dq_head, dq_row), (dk_batch, dk_head, dk_row)
+    gradients = (dq_ptr, dk_ptr, dv_ptr, dq_strides, dk_strides, (dv_batch, dv_head, dv_row))
+    descriptors = (q_desc, dout_desc, k_desc, v_desc)
+    exchange = (scores_smem, scores_full, scores_empty)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_differentiate, (gl.constexpr(0), buffers, exchange, gradients, blocks_ptr, entries_ptr,
+                              kv_heads, groups, k_rows, scale, D, STAGES, DTYPE)),
+            (_differentiate, (gl.constexpr(1), buffers, exchange, gradients, blocks_ptr, entries_ptr,
+                              kv_heads, groups, k_rows, scale, D, STAGES, DTYPE)),
+            (_load_queries, (descriptors, buffers, statistics, blocks_ptr, entries_ptr,
+                             kv_heads, groups, scale, D, STAGES)),
+        ],
+        WORKER_WARPS,
+        WORKER_REGISTERS,
+    )
+    # fmt: on

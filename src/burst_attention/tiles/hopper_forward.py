@@ -1,0 +1,281 @@
+"""Our forward for Hopper, in Gluon: loads, matrix products and softmax overlap, in three groups of warps.
+
+Shapes: B batch, H query heads, G key heads, S query rows, K key rows, D head dim, E value head dim.
+
+The same function as triton_forward.py, from the same table. One program computes 128 query rows of one head. One warp
+loads blocks of keys and values (tensor descriptors, a ring of buffers); two groups of four warps compute 64 rows each:
+
+    scores of block t + 1   ####          ####          on the matrix units, issued first
+    P V of block t              ####          ####      issued behind it, runs
+    softmax of t + 1            ------        ------    while the weights are computed
+
+Nothing here runs in Triton's interpreter; tests compare it with the other forward on a GPU.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from burst_attention.tiles.block_table import ENTRY_FIELDS
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+LOG2_E_LOW = gl.constexpr(1.4426950408889634 - 1.44269502162933349609375)
+FIELDS = gl.constexpr(ENTRY_FIELDS)
+GROUP_ROWS = gl.constexpr(64)
+"""Rows of one group of four warps, which is what a warpgroup's matrix product takes."""
+WORKER_WARPS = gl.constexpr([4, 1])
+WORKER_REGISTERS = gl.constexpr([240, 24])
+"""Of the second group that computes, and of the loading warp; the first group has what they leave."""
+
+
+@gluon.jit
+def _count_blocks(entries_ptr, first, last, BLOCK_K: gl.constexpr):
+    count = 0
+    for index in range(first, last):
+        entry = entries_ptr + index * FIELDS
+        count += (gl.load(entry + 3) - gl.load(entry) + BLOCK_K - 1) // BLOCK_K
+    return count
+
+
+@gluon.jit
+def _load_keys(
+    q_desc, k_desc, v_desc, buffers, blocks_ptr, entries_ptr, heads, groups,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: queries once, then every block of keys and values into the next free buffers."""
+    q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty = buffers
+    line = blocks_ptr + gl.program_id(0) * 3
+    batch, head = gl.program_id(1) // heads, gl.program_id(1) % heads
+    row = gl.load(line) * (2 * GROUP_ROWS)
+    mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], q_full, q_smem.index(0))
+    tma.async_copy_global_to_shared(q_desc, [batch, head, row + GROUP_ROWS, 0], q_full, q_smem.index(1))
+    kv_head = head // groups
+    count = 0
+    for index in range(gl.load(line + 1), gl.load(line + 2)):
+        entry = entries_ptr + index * FIELDS
+        for start in range(gl.load(entry), gl.load(entry + 3), BLOCK_K):
+            slot, phase = count % STAGES, (count // STAGES) & 1
+            mbarrier.wait(k_empty.index(slot), phase ^ 1)
+            mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start, 0], k_full.index(slot), k_smem.index(slot))
+            mbarrier.wait(v_empty.index(slot), phase ^ 1)
+            mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start, 0], v_full.index(slot), v_smem.index(slot))
+            count += 1
+
+
+@gluon.jit
+def _weigh(
+    scores, peak, total, entry, start, rows, scale, S_LAYOUT: gl.constexpr, BLOCK_K: gl.constexpr
+):  # fmt: skip
+    """Online softmax of one block: (weights, what the old state is multiplied by, peak, total)."""
+    if (start < gl.load(entry + 1)) | (start >= gl.load(entry + 2)):
+        # The keys [low, high) that each row may see; none for rows outside of the piece.
+        x = rows - gl.load(entry + 4)
+        low = x + (gl.load(entry + 6) + 1 - gl.load(entry + 8) - start)
+        high = gl.minimum(x + (gl.load(entry + 6) + 1 - gl.load(entry + 7) - start), gl.load(entry + 3) - start)
+        high = gl.where((x >= 0) & (x < gl.load(entry + 5)), high, 0)
+        cols = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
+        scores = gl.where((cols >= low[:, None]) & (cols < high[:, None]), scores, float("-inf"))
+    new_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
+    # Rows without keys so far: any finite shift keeps exp(-inf) at 0.
+    shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = gl.exp2(scores * scale - shift[:, None])
+    carried = gl.exp2(peak - shift)
+    return weights, carried, new_peak, total * carried + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _places(base_ptr, strides, line, heads, PART: gl.constexpr, LAYOUT: gl.constexpr):
+    """(pointers to this group's rows in a (B, H, S, ...) tensor, the rows).
+
+    The row is read again at each use: pointers kept over the loop would take registers that it needs.
+    """
+    batch, head = (gl.program_id(1) // heads).to(gl.int64), (gl.program_id(1) % heads).to(gl.int64)
+    rows = gl.load(line) * (2 * GROUP_ROWS) + PART * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=LAYOUT)
+    return base_ptr + batch * strides[0] + head * strides[1] + rows.to(gl.int64) * strides[2], rows
+
+
+@gluon.jit
+def _load_state(
+    tensors, line, heads, q_rows, PART: gl.constexpr, E: gl.constexpr, O_LAYOUT: gl.constexpr, S_ROWS: gl.constexpr
+):
+    """A state in units of log2: what rounding costs the change of units goes into acc and total."""
+    acc_ptr, peak_ptr, total_ptr, acc_strides, peak_strides = tensors
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    peak_at, rows = _places(peak_ptr, peak_strides, line, heads, PART, S_ROWS)
+    total_at, _ = _places(total_ptr, peak_strides, line, heads, PART, S_ROWS)
+    acc_at, acc_rows = _places(acc_ptr, acc_strides, line, heads, PART, O_ROWS)
+    e = gl.arange(0, E, layout=gl.SliceLayout(0, O_LAYOUT))
+    natural = gl.load(peak_at, mask=rows < q_rows, other=float("-inf"))
+    known = natural != float("-inf")
+    finite = gl.where(known, natural, 0.0)
+    peak = finite * LOG2_E
+    factor = gl.exp2(gl.fma(finite, LOG2_E, -peak) + finite * LOG2_E_LOW)
+    total = gl.load(total_at, mask=rows < q_rows, other=0.0) * factor
+    acc = gl.load(acc_at[:, None] + e[None, :], mask=(acc_rows < q_rows)[:, None], other=0.0)
+    return acc * gl.convert_layout(factor, O_ROWS)[:, None], gl.where(known, peak, float("-inf")), total
+
+
+@gluon.jit
+def _store_state(
+    tensors, line, heads, q_rows, acc, peak, total,
+    PART: gl.constexpr, E: gl.constexpr, O_LAYOUT: gl.constexpr, S_ROWS: gl.constexpr,
+):  # fmt: skip
+    """The inverse of `_load_state`."""
+    acc_ptr, peak_ptr, total_ptr, acc_strides, peak_strides = tensors
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    peak_at, rows = _places(peak_ptr, peak_strides, line, heads, PART, S_ROWS)
+    total_at, _ = _places(total_ptr, peak_strides, line, heads, PART, S_ROWS)
+    acc_at, acc_rows = _places(acc_ptr, acc_strides, line, heads, PART, O_ROWS)
+    e = gl.arange(0, E, layout=gl.SliceLayout(0, O_LAYOUT))
+    known = peak != float("-inf")
+    finite = gl.where(known, peak, 0.0)
+    natural = finite * LN_2
+    product = natural * LOG2_E
+    factor = gl.exp2((finite - product) - (gl.fma(natural, LOG2_E, -product) + natural * LOG2_E_LOW))
+    gl.store(peak_at, gl.where(known, natural, float("-inf")), mask=rows < q_rows)
+    gl.store(total_at, total * factor, mask=rows < q_rows)
+    acc = acc * gl.convert_layout(factor, O_ROWS)[:, None]
+    gl.store(acc_at[:, None] + e[None, :], acc, mask=(acc_rows < q_rows)[:, None])
+
+
+@gluon.jit
+def _store_out(
+    tensors, line, heads, q_rows, acc, peak, total,
+    PART: gl.constexpr, E: gl.constexpr, O_LAYOUT: gl.constexpr, S_ROWS: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """out and lse; 0 and -inf for rows without keys."""
+    out_ptr, lse_ptr, out_strides, lse_strides = tensors
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    lse_at, rows = _places(lse_ptr, lse_strides, line, heads, PART, S_ROWS)
+    out_at, out_rows = _places(out_ptr, out_strides, line, heads, PART, O_ROWS)
+    e = gl.arange(0, E, layout=gl.SliceLayout(0, O_LAYOUT))
+    some = total > 0
+    total = gl.where(some, total, 1.0)
+    gl.store(lse_at, gl.where(some, (peak + gl.log2(total)) * LN_2, float("-inf")), mask=rows < q_rows)
+    acc = acc / gl.convert_layout(total, O_ROWS)[:, None]
+    gl.store(out_at[:, None] + e[None, :], acc.to(DTYPE), mask=(out_rows < q_rows)[:, None])
+
+
+@gluon.jit
+def _attend(
+    PART: gl.constexpr, buffers, state, finished, blocks_ptr, entries_ptr, heads, q_rows, scale,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
+    LOAD: gl.constexpr, FINISH: gl.constexpr,
+):  # fmt: skip
+    """One group of four warps: 64 rows over every block of keys."""
+    q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty = buffers
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    line = blocks_ptr + gl.program_id(0) * 3
+    if LOAD:
+        acc, peak, total = _load_state(state, line, heads, q_rows, PART, E, O_LAYOUT, S_ROWS)
+    else:
+        peak = gl.full([GROUP_ROWS], float("-inf"), gl.float32, S_ROWS)
+        total = gl.zeros([GROUP_ROWS], gl.float32, S_ROWS)
+        acc = gl.zeros([GROUP_ROWS, E], gl.float32, O_LAYOUT)
+    rows = gl.load(line) * (2 * GROUP_ROWS) + PART * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=S_ROWS)
+    index = gl.load(line + 1)
+    count = _count_blocks(entries_ptr, index, gl.load(line + 2), BLOCK_K)
+    entry = entries_ptr + index * FIELDS
+    start, some_last = gl.load(entry), gl.load(entry + 3)
+    scale *= LOG2_E
+
+    q = q_smem.index(PART).reshape([GROUP_ROWS, D])
+    zeros = gl.zeros([GROUP_ROWS, BLOCK_K], gl.float32, S_LAYOUT)
+    mbarrier.wait(q_full, 0)
+    mbarrier.wait(k_full.index(0), 0)
+    k = k_smem.index(0).reshape([BLOCK_K, D]).permute((1, 0))
+    scores = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_empty.index(0))
+    weights, carried, peak, total = _weigh(scores, peak, total, entry, start, rows, scale, S_LAYOUT, BLOCK_K)
+    operand = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
+    acc = acc * gl.convert_layout(carried, O_ROWS)[:, None]
+    for turn in range(1, count):
+        start += BLOCK_K
+        if start >= some_last:
+            index += 1
+            entry = entries_ptr + index * FIELDS
+            start, some_last = gl.load(entry), gl.load(entry + 3)
+        slot, phase = turn % STAGES, (turn // STAGES) & 1
+        before, before_phase = (turn - 1) % STAGES, ((turn - 1) // STAGES) & 1
+        mbarrier.wait(k_full.index(slot), phase)
+        k = k_smem.index(slot).reshape([BLOCK_K, D]).permute((1, 0))
+        scores = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(before), before_phase)
+        v = v_smem.index(before).reshape([BLOCK_K, E])
+        acc = warpgroup_mma(operand, v, acc, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        mbarrier.arrive(k_empty.index(slot))
+        weights, carried, peak, total = _weigh(scores, peak, total, entry, start, rows, scale, S_LAYOUT, BLOCK_K)
+        acc, operand, weights = warpgroup_mma_wait(0, deps=[acc, operand, weights])
+        mbarrier.arrive(v_empty.index(before))
+        acc = acc * gl.convert_layout(carried, O_ROWS)[:, None]
+        operand = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
+    before, before_phase = (count - 1) % STAGES, ((count - 1) // STAGES) & 1
+    mbarrier.wait(v_full.index(before), before_phase)
+    v = v_smem.index(before).reshape([BLOCK_K, E])
+    acc = warpgroup_mma(operand, v, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    if FINISH:
+        _store_out(finished, line, heads, q_rows, acc, peak, total, PART, E, O_LAYOUT, S_ROWS, DTYPE)
+    else:
+        _store_state(state, line, heads, q_rows, acc, peak, total, PART, E, O_LAYOUT, S_ROWS)
+
+
+@gluon.jit
+def hopper_forward_kernel(
+    q_desc, k_desc, v_desc, acc_ptr, peak_ptr, total_ptr, out_ptr, lse_ptr, blocks_ptr, entries_ptr,
+    acc_batch, acc_head, acc_row, peak_batch, peak_head, peak_row, out_batch, out_head, out_row,
+    lse_batch, lse_head, lse_row, heads, groups, q_rows, scale,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr,
+    LOAD: gl.constexpr, FINISH: gl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of 128 rows of the table, B * H), as triton_forward.forward_kernel. The scale is positive."""
+    DTYPE: gl.constexpr = k_desc.dtype
+    q_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, GROUP_ROWS, D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_K, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_K, E], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(slot), count=1)
+        mbarrier.init(v_full.index(slot), count=1)
+        # Both groups of warps release a buffer.
+        mbarrier.init(k_empty.index(slot), count=2)
+        mbarrier.init(v_empty.index(slot), count=2)
+    buffers = (q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty)
+    acc_strides, peak_strides = (acc_batch, acc_head, acc_row), (peak_batch, peak_head, peak_row)
+    state = (acc_ptr, peak_ptr, total_ptr, acc_strides, peak_strides)
+    finished = (out_ptr, lse_ptr, (out_batch, out_head, out_row), (lse_batch, lse_head, lse_row))
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_attend, (gl.constexpr(0), buffers, state, finished, blocks_ptr, entries_ptr, heads, q_rows, scale,
+                       BLOCK_K, D, E, STAGES, DTYPE, LOAD, FINISH)),
+            (_attend, (gl.constexpr(1), buffers, state, finished, blocks_ptr, entries_ptr, heads, q_rows, scale,
+                       BLOCK_K, D, E, STAGES, DTYPE, LOAD, FINISH)),
+            (_load_keys, (q_desc, k_desc, v_desc, buffers, blocks_ptr, entries_ptr, heads, groups, BLOCK_K, STAGES)),
+        ],
+        WORKER_WARPS,
+        WORKER_REGISTERS,
+    )
+    # fmt: on
