@@ -24,7 +24,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from burst_attention.tiles.hopper_forward import FIELDS, GROUP_ROWS, LOG2_E, WORKER_REGISTERS, WORKER_WARPS
+from burst_attention.tiles.hopper_forward import (
+    FIELDS,
+    GROUP_ROWS,
+    LOG2_E,
+    WORKER_REGISTERS,
+    WORKER_WARPS,
+    pair_exists,
+    read_entry,
+)
 
 BLOCK_Q = gl.constexpr(64)
 
@@ -72,17 +80,6 @@ def _load_queries(
 
 
 @gluon.jit
-def _masked(weights, entry, start, keys, LAYOUT: gl.constexpr):
-    """Weights with 0 for pairs that do not exist: each key's queries are [low, high)."""
-    x = keys - gl.load(entry + 4)
-    low = x + (gl.load(entry + 6) + 1 - gl.load(entry + 8) - start)
-    high = gl.minimum(x + (gl.load(entry + 6) + 1 - gl.load(entry + 7) - start), gl.load(entry + 3) - start)
-    high = gl.where((x >= 0) & (x < gl.load(entry + 5)), high, 0)
-    queries = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    return gl.where((queries >= low[:, None]) & (queries < high[:, None]), weights, 0.0)
-
-
-@gluon.jit
 def _add_rows(
     base_ptr, strides, line, kv_heads, k_rows, part, PART: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr
 ):
@@ -94,6 +91,15 @@ def _add_rows(
     at = base_ptr + batch * strides[0] + kv_head * strides[1] + rows.to(gl.int64)[:, None] * strides[2] + d[None, :]
     kept = (rows < k_rows)[:, None]
     gl.store(at, gl.load(at, mask=kept, other=0.0) + part, mask=kept)
+
+
+@gluon.jit
+def _add_queries(first_at, last, stride, part, PART: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Add to this group's columns of a block of dq, atomically: other programs add to them too."""
+    rows = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(1, LAYOUT))
+    d = PART * (D // 2) + gl.arange(0, D // 2, layout=gl.SliceLayout(0, LAYOUT))
+    at = first_at + rows.to(gl.int64)[:, None] * stride + d[None, :]
+    gl.atomic_add(at, part, mask=(rows < last)[:, None], sem="relaxed")
 
 
 @gluon.jit
@@ -122,14 +128,14 @@ def _differentiate(
     no_dq = gl.zeros([BLOCK_Q, D // 2], gl.float32, QUERY_LAYOUT)
     dk = gl.zeros([GROUP_ROWS, D], gl.float32, KEY_LAYOUT)
     dv = gl.zeros([GROUP_ROWS, D], gl.float32, KEY_LAYOUT)
-    d = PART * (D // 2) + gl.arange(0, D // 2, layout=gl.SliceLayout(0, QUERY_LAYOUT))
     first, last = gl.load(line + 1), gl.load(line + 2)
     mbarrier.wait(kv_full, 0)
     count = 0
+    before_at, before_last = dq_ptr, 0
     for turn in range(groups * (last - first)):
         head = (kv_head * groups + turn // (last - first)).to(gl.int64)
         entry = entries_ptr + (first + turn % (last - first)) * FIELDS
-        every_first, every_last, some_last = gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+        every_first, every_last, some_last, low, high = read_entry(entry, keys)
         dq_base = dq_ptr + batch * dq_strides[0] + head * dq_strides[1]
         for start in range(gl.load(entry), some_last, BLOCK_Q):
             slot, phase = count % STAGES, (count // STAGES) & 1
@@ -145,7 +151,7 @@ def _differentiate(
             scores = warpgroup_mma_wait(1, deps=[scores])
             weights = gl.exp2(scores * (scale * LOG2_E))
             if (start < every_first) | (start >= every_last):
-                weights = _masked(weights, entry, start, keys, S_LAYOUT)
+                weights = gl.where(pair_exists(low, high, start, BLOCK_Q, S_LAYOUT), weights, 0.0)
             operand = gl.convert_layout(weights.to(DTYPE), A_LAYOUT)
             dweights = warpgroup_mma_wait(0, deps=[dweights])
             dv = warpgroup_mma(operand, dout, dv, is_async=True)
@@ -156,16 +162,22 @@ def _differentiate(
             mbarrier.arrive(scores_full.index(side))
             second = gl.convert_layout(dscores, A_LAYOUT)
             dk = warpgroup_mma(second, q, dk, is_async=True)
-            mbarrier.wait(scores_full.index(side), side_phase)
-            dq = warpgroup_mma(scores_smem.index(side).permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
-            dv, dk, operand, second = warpgroup_mma_wait(1, deps=[dv, dk, operand, second])
+            # dq of the block before: the other group's part of it has long been there. The first block has none before
+            # it, and then nothing is waited for or added.
+            other, other_phase = (count + 1) % 2, ((count + 1) // 2 - 1) & 1
+            mbarrier.wait(scores_full.index(other), other_phase, pred=count > 0)
+            dq = warpgroup_mma(scores_smem.index(other).permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
+            dq, dv, dk, operand, second = warpgroup_mma_wait(0, deps=[dq, dv, dk, operand, second])
             mbarrier.arrive(q_empty.index(slot))
-            dq = warpgroup_mma_wait(0, deps=[dq])
-            mbarrier.arrive(scores_empty.index(side))
-            rows = start + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(1, QUERY_LAYOUT))
-            at = dq_base + rows.to(gl.int64)[:, None] * dq_strides[2] + d[None, :]
-            gl.atomic_add(at, dq * scale, mask=(rows < some_last)[:, None], sem="relaxed")
+            mbarrier.arrive(scores_empty.index(other), pred=count > 0)
+            _add_queries(before_at, before_last, dq_strides[2], dq * scale, PART, D, QUERY_LAYOUT)
+            before_at, before_last = dq_base + start.to(gl.int64) * dq_strides[2], some_last - start
             count += 1
+    other, other_phase = (count - 1) % 2, ((count - 1) // 2) & 1
+    mbarrier.wait(scores_full.index(other), other_phase)
+    dq = warpgroup_mma(scores_smem.index(other).permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    _add_queries(before_at, before_last, dq_strides[2], dq * scale, PART, D, QUERY_LAYOUT)
     _add_rows(dk_ptr, dk_strides, line, kv_heads, k_rows, dk * scale, PART, D, KEY_LAYOUT)
     _add_rows(dv_ptr, dv_strides, line, kv_heads, k_rows, dv, PART, D, KEY_LAYOUT)
 

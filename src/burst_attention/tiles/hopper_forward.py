@@ -74,18 +74,29 @@ def _load_keys(
 
 
 @gluon.jit
-def _weigh(
-    scores, peak, total, entry, start, rows, scale, S_LAYOUT: gl.constexpr, BLOCK_K: gl.constexpr
-):  # fmt: skip
+def read_entry(entry, rows):
+    """(every_first, every_last, some_last, low, high): each row may see the columns [low, high) of an entry."""
+    x = rows - gl.load(entry + 4)
+    some_last = gl.load(entry + 3)
+    low = x + (gl.load(entry + 6) + 1 - gl.load(entry + 8))
+    high = gl.minimum(x + (gl.load(entry + 6) + 1 - gl.load(entry + 7)), some_last)
+    # Rows outside of the piece see nothing of it.
+    high = gl.where((x >= 0) & (x < gl.load(entry + 5)), high, 0)
+    return gl.load(entry + 1), gl.load(entry + 2), some_last, low, high
+
+
+@gluon.jit
+def pair_exists(low, high, start, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """(rows, COLUMNS) bool: which of the columns from `start` on each row may see."""
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    return (columns >= (low - start)[:, None]) & (columns < (high - start)[:, None])
+
+
+@gluon.jit
+def _weigh(scores, peak, total, masked, low, high, start, scale, S_LAYOUT: gl.constexpr, BLOCK_K: gl.constexpr):
     """Online softmax of one block: (weights, what the old state is multiplied by, peak, total)."""
-    if (start < gl.load(entry + 1)) | (start >= gl.load(entry + 2)):
-        # The keys [low, high) that each row may see; none for rows outside of the piece.
-        x = rows - gl.load(entry + 4)
-        low = x + (gl.load(entry + 6) + 1 - gl.load(entry + 8) - start)
-        high = gl.minimum(x + (gl.load(entry + 6) + 1 - gl.load(entry + 7) - start), gl.load(entry + 3) - start)
-        high = gl.where((x >= 0) & (x < gl.load(entry + 5)), high, 0)
-        cols = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
-        scores = gl.where((cols >= low[:, None]) & (cols < high[:, None]), scores, float("-inf"))
+    if masked:
+        scores = gl.where(pair_exists(low, high, start, BLOCK_K, S_LAYOUT), scores, float("-inf"))
     new_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
     # Rows without keys so far: any finite shift keeps exp(-inf) at 0.
     shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -190,8 +201,8 @@ def _attend(
     rows = gl.load(line) * (2 * GROUP_ROWS) + PART * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=S_ROWS)
     index = gl.load(line + 1)
     count = _count_blocks(entries_ptr, index, gl.load(line + 2), BLOCK_K)
-    entry = entries_ptr + index * FIELDS
-    start, some_last = gl.load(entry), gl.load(entry + 3)
+    start = gl.load(entries_ptr + index * FIELDS)
+    every_first, every_last, some_last, low, high = read_entry(entries_ptr + index * FIELDS, rows)
     scale *= LOG2_E
 
     q = q_smem.index(PART).reshape([GROUP_ROWS, D])
@@ -202,15 +213,19 @@ def _attend(
     scores = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_empty.index(0))
-    weights, carried, peak, total = _weigh(scores, peak, total, entry, start, rows, scale, S_LAYOUT, BLOCK_K)
+    masked = (start < every_first) | (start >= every_last)
+    weights, carried, peak, total = _weigh(
+        scores, peak, total, masked, low, high, start, scale, S_LAYOUT, BLOCK_K
+    )  # fmt: skip
     operand = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
     acc = acc * gl.convert_layout(carried, O_ROWS)[:, None]
     for turn in range(1, count):
         start += BLOCK_K
         if start >= some_last:
             index += 1
-            entry = entries_ptr + index * FIELDS
-            start, some_last = gl.load(entry), gl.load(entry + 3)
+            start = gl.load(entries_ptr + index * FIELDS)
+            every_first, every_last, some_last, low, high = read_entry(entries_ptr + index * FIELDS, rows)
+        masked = (start < every_first) | (start >= every_last)
         slot, phase = turn % STAGES, (turn // STAGES) & 1
         before, before_phase = (turn - 1) % STAGES, ((turn - 1) // STAGES) & 1
         mbarrier.wait(k_full.index(slot), phase)
@@ -221,7 +236,9 @@ def _attend(
         acc = warpgroup_mma(operand, v, acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_empty.index(slot))
-        weights, carried, peak, total = _weigh(scores, peak, total, entry, start, rows, scale, S_LAYOUT, BLOCK_K)
+        weights, carried, peak, total = _weigh(
+            scores, peak, total, masked, low, high, start, scale, S_LAYOUT, BLOCK_K
+        )  # fmt: skip
         acc, operand, weights = warpgroup_mma_wait(0, deps=[acc, operand, weights])
         mbarrier.arrive(v_empty.index(before))
         acc = acc * gl.convert_layout(carried, O_ROWS)[:, None]
