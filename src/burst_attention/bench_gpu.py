@@ -11,6 +11,7 @@ import torch
 
 from burst_attention.bench import append_rows, machine
 from burst_attention.bench_kernels import mask_rows, tile_rows
+from burst_attention.bench_million import million_rows
 from burst_attention.bench_tax import RANKS_TIMED, TAX_CASES, breakdown_rows, tax_rows
 
 Rows = Iterator[dict[str, Any]]
@@ -19,6 +20,7 @@ PARTS: dict[str, Callable[[int], Rows]] = {
     "breakdown": lambda repeat: itertools.chain(*(breakdown_rows(case, 3) for case in TAX_CASES[:2])),
     "tiles": tile_rows,
     "masks": mask_rows,
+    "million": million_rows,
 }
 
 

@@ -85,11 +85,17 @@ class Finding:
 
 
 def run_rank(
-    ring: Ring, problem: Problem, sharding: Sharding, lse: Tensor | None = None, device: str = "cpu"
+    ring: Ring,
+    problem: Problem,
+    sharding: Sharding,
+    lse: Tensor | None = None,
+    device: str = "cpu",
+    one_call: bool = False,
 ) -> tuple[Tensor, ...]:
     """One rank's part of a problem: its shards of out, lse, dq, dk, dv, on the CPU again.
 
-    lse takes a forward of its own, unless it is given: no choice of backward changes it.
+    lse takes a forward of its own, unless it is given: no choice of backward changes it. With `one_call` all come from
+    the call that returns lse, which other kernels may serve.
     """
     layout = sharding.layout_for(problem)
     q, k, v, dout = (layout.shard(x, ring.rank, 2).to(device) for x in problem.inputs())
@@ -101,13 +107,15 @@ def run_rank(
         "direction": sharding.direction,
         "forward_direction": sharding.forward_direction,
     }
-    if lse is None:
-        with torch.no_grad():
-            _, lse = burst_attention(q, k, v, return_lse=True, **options)
-    out = burst_attention(q, k, v, **options)
+    if one_call:
+        out, lse = burst_attention(q, k, v, return_lse=True, **options)
+    else:
+        if lse is None:
+            with torch.no_grad():
+                _, lse = burst_attention(q, k, v, return_lse=True, **options)
+        out = burst_attention(q, k, v, **options)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-    found = (out.detach(), lse, dq, dk, dv)
-    return tuple(x.cpu() for x in found)
+    return tuple(x.detach().cpu() for x in (out, lse, dq, dk, dv))
 
 
 def gather(problem: Problem, sharding: Sharding, shards: Sequence[tuple[Tensor, ...]]) -> Attention:

@@ -102,5 +102,10 @@ def finish(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     out = state.acc.div_(total.unsqueeze(-1)).to(dtype)
     # Where peak and log(total) nearly cancel, their rounding would be many ulp of lse: fp64, which all but MPS have.
     wide = total.dtype if total.device.type == "mps" else torch.float64
-    lse = (torch.log(total.to(wide)) + state.peak).to(total.dtype).masked_fill_(empty, float("-inf"))
-    return out, lse
+    log_total = torch.log(total.to(wide))
+    # A key that is alone has its own score as lse, to the bit, so that backward's weight of it is 1. Peak is that score
+    # rounded, and total rounds the difference: what those two can add up to is not another key.
+    size = state.peak.abs()
+    roundings = (torch.nextafter(size, torch.full_like(size, torch.inf)) - size + torch.finfo(size.dtype).eps) * 0.501
+    log_total.masked_fill_(log_total.abs() <= roundings, 0.0)
+    return out, (log_total + state.peak).to(total.dtype).masked_fill_(empty, float("-inf"))

@@ -99,6 +99,28 @@ def test_processes_are_exact(case: tuple[int, str, str, str, str, str, str]) -> 
     require_exact(problem, sharding, judge(problem, gather(problem, sharding, shards)))
 
 
+@pytest.mark.parametrize("tokens", [1, 37, 257])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("heads", "mask", "sharding"),
+    [
+        ("MHA", "causal", Sharding(2, "zigzag", "kv", "query")),
+        ("GQA4", "streaming", Sharding(3, "striped", "query", "kv")),
+        ("MQA", "full", Sharding(4, "balanced", "kv", "kv")),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else f"W{value.ring_size}",
+)
+def test_calls_that_return_lse_are_exact(heads: str, mask: str, sharding: Sharding, dtype: str, tokens: int) -> None:
+    """Gradients too: another kernel serves such calls."""
+    for seed in range(8 if tokens == 1 else 1):
+        problem = problem_of(mask, heads, dtype, tokens, seed=seed)
+        shards = run_ranks(
+            lambda ring, p=problem: run_rank(ring, p, sharding, one_call=True),  # type: ignore[misc]
+            sharding.ring_size,
+        )
+        require_exact(problem, sharding, judge(problem, gather(problem, sharding, shards)))
+
+
 def test_the_ring_of_a_mesh_axis_is_exact() -> None:
     """Two rings of two ranks beside each other: the cp axis of a 2 x 2 mesh, each with a problem of its own."""
 

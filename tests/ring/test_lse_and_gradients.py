@@ -182,3 +182,22 @@ def test_a_narrow_wire_carries_large_sums_and_an_exact_lse(dtype: torch.dtype, c
     for out, lse in run_ranks(body, 4, timeout=TIMEOUT):
         torch.testing.assert_close(out, torch.full_like(out, 200.0), atol=0.2, rtol=0.0)
         torch.testing.assert_close(lse, torch.full_like(lse, math.log(1000)), atol=1e-6, rtol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_key_that_is_alone_has_its_score_as_lse_and_a_weight_of_one(dtype: torch.dtype) -> None:
+    """To the bit, whatever rounding does: then dv is dout, and dq and dk are 0."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 256, 1, 64, generator=generator).mul(2).to(dtype) for _ in range(4))
+
+    def attend(ring: Ring) -> tuple[torch.Tensor, ...]:
+        shards = [Layout.contiguous(1, 2).shard(x, ring.rank, 2).clone() for x in (q, k, v, dout)]
+        leaves = [x.requires_grad_() for x in shards[:3]]
+        out, lse = burst_attention(*leaves, ring=ring, return_lse=True)
+        return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, shards[3])
+
+    out, lse, dq, dk, dv = run_ranks(attend, 2)[0]
+    score = (q.double() * k.double()).sum(-1) * 64**-0.5
+    assert torch.equal(lse, score.float())
+    assert torch.equal(out, v) and torch.equal(dv, dout)
+    assert not dq.any() and not dk.any()

@@ -48,6 +48,23 @@ def test_a_killed_process_is_noticed_by_every_survivor(
     assert any("rank 1" in text for text in errors.values())
 
 
+@pytest.mark.parametrize("direction", ["kv", "query"])
+def test_a_process_killed_while_the_others_compute_is_named(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They meet a closed connection when they post the next round's transfers."""
+
+    def die_or_compute_long() -> None:
+        if torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.5)
+
+    inject(monkeypatch, "forward", 2, die_or_compute_long, lambda: True)
+    errors = survivors(lambda ring: step(ring, forward_direction=direction), 4)
+    assert errors.pop(1) == "died with exit code -9"
+    assert sorted(errors) == [0, 2, 3]
+    for rank, text in errors.items():
+        assert re.match(rf"RingError: rank {rank}, forward round \d: .*\brank [^{rank}]", text), text
+
+
 def test_a_process_killed_before_the_call_is_named() -> None:
     def body(ring: Ring) -> None:
         ring.exchange({}, "start")

@@ -27,7 +27,7 @@ LAYERS = [
     {"burst_attention", "launch"},
     {"exactness"},
     {"check", "bench"},
-    {"bench_tax"},
+    {"bench_tax", "bench_million"},
     {"bench_kernels"},
     {"bench_gpu"},
     {"cli"},

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from burst_attention.ring.base import _RINGS, DEFAULT_TIMEOUT, RECORD_BYTES, Inbox, Pending, Ring, RingError
+from burst_attention.ring.base import _RINGS, DEFAULT_TIMEOUT, RECORD_BYTES, Inbox, Parcel, Pending, Ring, RingError
 
 CAUSE_SECONDS = 0.5
 
@@ -47,12 +47,14 @@ class ProcessRing(Ring):
             self._start_on_gpu(pending)
             return
         # Receives first, so that a message which arrives early lands in place.
-        for parcel in pending.receives:
-            work = dist.irecv(parcel.tensor, group=self._group, group_src=parcel.peer, tag=parcel.channel)
-            pending.works.append((parcel, work))
-        for parcel in pending.sends:
-            work = dist.isend(parcel.tensor, group=self._group, group_dst=parcel.peer, tag=parcel.channel)
-            pending.works.append((parcel, work))
+        for start, end, parcels in (("irecv", "group_src", pending.receives), ("isend", "group_dst", pending.sends)):
+            for parcel in parcels:
+                ends = {"group": self._group, end: parcel.peer, "tag": parcel.channel}
+                try:
+                    pending.works.append((parcel, getattr(dist, start)(parcel.tensor, **ends)))
+                except RuntimeError as error:
+                    # The peer ended while this rank was computing.
+                    raise self._broken(pending, parcel, error) from error
         if pending.works:
             self._posted.put(pending)
 
@@ -87,9 +89,12 @@ class ProcessRing(Ring):
 
         self._await(unfinished, describe, pending.where)
         if pending.error is not None:
-            parcel, error = pending.error
-            cause = self._cause_within(CAUSE_SECONDS) or f"the connection failed: {error}"
-            raise RingError(f"rank {self.rank}, {pending.where}: {parcel.what} with rank {parcel.peer}: {cause}")
+            raise self._broken(pending, *pending.error)
+
+    def _broken(self, pending: Pending, parcel: Parcel, error: Exception) -> RingError:
+        """A connection that failed, by the names of those at its ends and, where it is known, of what ended it."""
+        cause = self._cause_within(CAUSE_SECONDS) or f"the connection failed: {error}"
+        return RingError(f"rank {self.rank}, {pending.where}: {parcel.what} with rank {parcel.peer}: {cause}")
 
     def _cause_within(self, seconds: float) -> str | None:
         """A connection that breaks is often the end of a rank that has told why: its words may be a moment behind."""

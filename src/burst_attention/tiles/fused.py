@@ -34,7 +34,7 @@ def _load_partial(out_ptr, lse_ptr, out_strides, lse_strides, first, count, batc
     return out.to(tl.float32), lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["firsts", "counts", "heads", "row_count"])
 def _merge_kernel(
     acc_ptr, peak_ptr, total_ptr, acc_strides, peak_strides, outs, lses, outs_strides, lses_strides, firsts, counts,
     out_ptr, lse_ptr, out_strides, lse_strides, heads, row_count,
@@ -100,7 +100,7 @@ def merge_partials(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "row_count"])
 def _stand_in_kernel(
     dout_ptr, delta_ptr, out_ptr, dout_strides, delta_strides, out_strides, heads, row_count,
     BLOCK: tl.constexpr, E: tl.constexpr, PADDED: tl.constexpr,
@@ -139,7 +139,7 @@ def stand_in_for_out(dout: Tensor, delta: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["firsts", "counts", "first_heads", "head_counts", "heads", "row_count"])
 def _sum_kernel(
     target_ptr, parts, target_strides, parts_strides, firsts, counts, first_heads, head_counts, out_ptr, out_strides,
     heads, row_count,
@@ -191,7 +191,7 @@ def copy_on_gpu(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "row_count"])
 def _delta_kernel(
     out_ptr, dout_ptr, dlse_ptr, delta_ptr, out_strides, dout_strides, dlse_strides, delta_strides, heads, row_count,
     BLOCK: tl.constexpr, E: tl.constexpr, PADDED: tl.constexpr, WITH_LSE: tl.constexpr,

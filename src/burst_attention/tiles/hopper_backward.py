@@ -30,8 +30,10 @@ from burst_attention.tiles.hopper_forward import (
     LOG2_E,
     WORKER_REGISTERS,
     WORKER_WARPS,
+    group_rows,
     pair_exists,
     read_entry,
+    turn_of,
 )
 
 BLOCK_Q = gl.constexpr(64)
@@ -62,10 +64,10 @@ def _load_queries(
         lse_base = lse_ptr + batch.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
         delta_base = delta_ptr + batch.to(gl.int64) * delta_strides[0] + head.to(gl.int64) * delta_strides[1]
         for start in range(gl.load(entry), some_last, BLOCK_Q):
-            slot, phase = count % STAGES, (count // STAGES) & 1
+            slot, phase = turn_of(count, STAGES)
             rows = start + gl.arange(0, BLOCK_Q, layout=LAYOUT)
-            lse = gl.load(lse_base + rows * lse_strides[2], mask=rows < some_last, other=float("inf"))
-            delta = gl.load(delta_base + rows * delta_strides[2], mask=rows < some_last, other=0.0)
+            lse = gl.load(lse_base + rows.to(gl.int64) * lse_strides[2], mask=rows < some_last, other=float("inf"))
+            delta = gl.load(delta_base + rows.to(gl.int64) * delta_strides[2], mask=rows < some_last, other=0.0)
             mbarrier.wait(q_empty.index(slot), phase ^ 1)
             mbarrier.expect(q_full.index(slot), 2 * q_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(q_desc, [batch, head, start, 0], q_full.index(slot), q_smem.index(slot))
@@ -85,12 +87,40 @@ def _add_rows(
 ):
     """Add to this group's keys of dk or dv."""
     batch, kv_head = (gl.program_id(1) // kv_heads).to(gl.int64), (gl.program_id(1) % kv_heads).to(gl.int64)
-    rows = gl.load(line) * (2 * GROUP_ROWS) + PART * GROUP_ROWS
-    rows += gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    rows = group_rows(line, PART, gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
     at = base_ptr + batch * strides[0] + kv_head * strides[1] + rows.to(gl.int64)[:, None] * strides[2] + d[None, :]
     kept = (rows < k_rows)[:, None]
     gl.store(at, gl.load(at, mask=kept, other=0.0) + part, mask=kept)
+
+
+@gluon.jit
+def _weigh(
+    k, v, q, dout, lse, delta, masked, seen, start, scale,
+    LAYOUT: gl.constexpr, A_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """(weights, the same as an operand, dweights - delta) of a block, keys as rows."""
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    # The products begin at -lse and -delta, which then need no registers of their own.
+    zeros = gl.zeros([GROUP_ROWS, BLOCK_Q], gl.float32, LAYOUT)
+    less_lse = zeros + lse.load(COLUMNS)[None, :]
+    less_delta = zeros + delta.load(COLUMNS)[None, :]
+    scores = warpgroup_mma(k, q.permute((1, 0)), less_lse, is_async=True)
+    dweights = warpgroup_mma(v, dout.permute((1, 0)), less_delta, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    weights = gl.exp2(scores * (scale * LOG2_E))
+    if masked:
+        weights = gl.where(pair_exists(seen[0], seen[1], start, BLOCK_Q, LAYOUT), weights, 0.0)
+    operand = gl.convert_layout(weights.to(DTYPE), A_LAYOUT)
+    return weights, operand, warpgroup_mma_wait(0, deps=[dweights])
+
+
+@gluon.jit
+def _publish(dscores, smem, full, PART: gl.constexpr):
+    """Put this group's dscores where both groups' matrix products find them."""
+    smem.slice(PART * GROUP_ROWS, GROUP_ROWS, dim=0).store(dscores)
+    fence_async_shared()
+    mbarrier.arrive(full)
 
 
 @gluon.jit
@@ -115,16 +145,13 @@ def _differentiate(
     KEY_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     QUERY_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, KEY_LAYOUT, 2)
-    S_COLS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     line = blocks_ptr + gl.program_id(0) * 3
-    batch, kv_head = (gl.program_id(1) // kv_heads).to(gl.int64), (gl.program_id(1) % kv_heads)
-    keys = gl.load(line) * (2 * GROUP_ROWS) + PART * GROUP_ROWS
-    keys += gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+    batch, kv_head = (gl.program_id(1) // kv_heads).to(gl.int64), gl.program_id(1) % kv_heads
+    keys = group_rows(line, PART, gl.SliceLayout(1, S_LAYOUT))
     k_all = k_smem.reshape([2 * GROUP_ROWS, D])
     k = k_all.slice(PART * GROUP_ROWS, GROUP_ROWS, dim=0)
     v = v_smem.reshape([2 * GROUP_ROWS, D]).slice(PART * GROUP_ROWS, GROUP_ROWS, dim=0)
     k_half = k_all.slice(PART * (D // 2), D // 2, dim=1)
-    zeros = gl.zeros([GROUP_ROWS, BLOCK_Q], gl.float32, S_LAYOUT)
     no_dq = gl.zeros([BLOCK_Q, D // 2], gl.float32, QUERY_LAYOUT)
     dk = gl.zeros([GROUP_ROWS, D], gl.float32, KEY_LAYOUT)
     dv = gl.zeros([GROUP_ROWS, D], gl.float32, KEY_LAYOUT)
@@ -138,42 +165,33 @@ def _differentiate(
         every_first, every_last, some_last, low, high = read_entry(entry, keys)
         dq_base = dq_ptr + batch * dq_strides[0] + head * dq_strides[1]
         for start in range(gl.load(entry), some_last, BLOCK_Q):
-            slot, phase = count % STAGES, (count // STAGES) & 1
-            side, side_phase = count % 2, (count // 2) & 1
+            slot, phase = turn_of(count, STAGES)
+            side, side_phase = turn_of(count, 2)
             mbarrier.wait(q_full.index(slot), phase)
             q = q_smem.index(slot).reshape([BLOCK_Q, D])
             dout = dout_smem.index(slot).reshape([BLOCK_Q, D])
-            # The products begin at -lse and -delta, which then need no registers of their own.
-            less_lse = zeros + lse_smem.index(slot).load(S_COLS)[None, :]
-            less_delta = zeros + delta_smem.index(slot).load(S_COLS)[None, :]
-            scores = warpgroup_mma(k, q.permute((1, 0)), less_lse, is_async=True)
-            dweights = warpgroup_mma(v, dout.permute((1, 0)), less_delta, is_async=True)
-            scores = warpgroup_mma_wait(1, deps=[scores])
-            weights = gl.exp2(scores * (scale * LOG2_E))
-            if (start < every_first) | (start >= every_last):
-                weights = gl.where(pair_exists(low, high, start, BLOCK_Q, S_LAYOUT), weights, 0.0)
-            operand = gl.convert_layout(weights.to(DTYPE), A_LAYOUT)
-            dweights = warpgroup_mma_wait(0, deps=[dweights])
+            masked = (start < every_first) | (start >= every_last)
+            weights, operand, dweights = _weigh(
+                k, v, q, dout, lse_smem.index(slot), delta_smem.index(slot), masked, (low, high), start, scale,
+                S_LAYOUT, A_LAYOUT, DTYPE,
+            )  # fmt: skip
             dv = warpgroup_mma(operand, dout, dv, is_async=True)
             dscores = (weights * dweights).to(DTYPE)
             mbarrier.wait(scores_empty.index(side), side_phase ^ 1)
-            scores_smem.index(side).slice(PART * GROUP_ROWS, GROUP_ROWS, dim=0).store(dscores)
-            fence_async_shared()
-            mbarrier.arrive(scores_full.index(side))
+            _publish(dscores, scores_smem.index(side), scores_full.index(side), PART)
             second = gl.convert_layout(dscores, A_LAYOUT)
             dk = warpgroup_mma(second, q, dk, is_async=True)
-            # dq of the block before: the other group's part of it has long been there. The first block has none before
-            # it, and then nothing is waited for or added.
-            other, other_phase = (count + 1) % 2, ((count + 1) // 2 - 1) & 1
-            mbarrier.wait(scores_full.index(other), other_phase, pred=count > 0)
+            # dq of the block before, whose other part has long been there; at the first block there is none to add.
+            other, other_phase = turn_of(count + 1, 2)
+            mbarrier.wait(scores_full.index(other), other_phase ^ 1, pred=count > 0)
             dq = warpgroup_mma(scores_smem.index(other).permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
             dq, dv, dk, operand, second = warpgroup_mma_wait(0, deps=[dq, dv, dk, operand, second])
             mbarrier.arrive(q_empty.index(slot))
             mbarrier.arrive(scores_empty.index(other), pred=count > 0)
             _add_queries(before_at, before_last, dq_strides[2], dq * scale, PART, D, QUERY_LAYOUT)
-            before_at, before_last = dq_base + start.to(gl.int64) * dq_strides[2], some_last - start
+            before_at, before_last = dq_base + gl.cast(start, gl.int64) * dq_strides[2], some_last - start
             count += 1
-    other, other_phase = (count - 1) % 2, ((count - 1) // 2) & 1
+    other, other_phase = turn_of(count - 1, 2)
     mbarrier.wait(scores_full.index(other), other_phase)
     dq = warpgroup_mma(scores_smem.index(other).permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq])
@@ -182,7 +200,7 @@ def _differentiate(
     _add_rows(dv_ptr, dv_strides, line, kv_heads, k_rows, dv, PART, D, KEY_LAYOUT)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["kv_heads", "groups", "k_rows"])
 def hopper_backward_kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, blocks_ptr, entries_ptr,
     lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row, dq_batch, dq_head, dq_row,

@@ -63,7 +63,7 @@ def _load_keys(
     for index in range(gl.load(line + 1), gl.load(line + 2)):
         entry = entries_ptr + index * FIELDS
         for start in range(gl.load(entry), gl.load(entry + 3), BLOCK_K):
-            slot, phase = count % STAGES, (count // STAGES) & 1
+            slot, phase = turn_of(count, STAGES)
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start, 0], k_full.index(slot), k_smem.index(slot))
@@ -93,10 +93,10 @@ def pair_exists(low, high, start, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(scores, peak, total, masked, low, high, start, scale, S_LAYOUT: gl.constexpr, BLOCK_K: gl.constexpr):
+def _weigh(scores, peak, total, masked, seen, start, scale, S_LAYOUT: gl.constexpr, BLOCK_K: gl.constexpr):
     """Online softmax of one block: (weights, what the old state is multiplied by, peak, total)."""
     if masked:
-        scores = gl.where(pair_exists(low, high, start, BLOCK_K, S_LAYOUT), scores, float("-inf"))
+        scores = gl.where(pair_exists(seen[0], seen[1], start, BLOCK_K, S_LAYOUT), scores, float("-inf"))
     new_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
     # Rows without keys so far: any finite shift keeps exp(-inf) at 0.
     shift = gl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -106,14 +106,33 @@ def _weigh(scores, peak, total, masked, low, high, start, scale, S_LAYOUT: gl.co
 
 
 @gluon.jit
+def group_rows(line, PART: gl.constexpr, LAYOUT: gl.constexpr):
+    """The rows of one of the two groups of a line of the table."""
+    return gl.load(line) * (2 * GROUP_ROWS) + PART * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=LAYOUT)
+
+
+@gluon.jit
 def _places(base_ptr, strides, line, heads, PART: gl.constexpr, LAYOUT: gl.constexpr):
     """(pointers to this group's rows in a (B, H, S, ...) tensor, the rows).
 
     The row is read again at each use: pointers kept over the loop would take registers that it needs.
     """
     batch, head = (gl.program_id(1) // heads).to(gl.int64), (gl.program_id(1) % heads).to(gl.int64)
-    rows = gl.load(line) * (2 * GROUP_ROWS) + PART * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=LAYOUT)
+    rows = group_rows(line, PART, LAYOUT)
     return base_ptr + batch * strides[0] + head * strides[1] + rows.to(gl.int64) * strides[2], rows
+
+
+@gluon.jit
+def turn_of(count, BUFFERS: gl.constexpr):
+    """(buffer, phase of its barriers) of the `count`-th use of a ring of buffers."""
+    return count % BUFFERS, (count // BUFFERS) & 1
+
+
+@gluon.jit
+def _no_state(E: gl.constexpr, O_LAYOUT: gl.constexpr, S_ROWS: gl.constexpr):
+    """The state of no keys."""
+    acc = gl.zeros([GROUP_ROWS, E], gl.float32, O_LAYOUT)
+    return acc, gl.full([GROUP_ROWS], float("-inf"), gl.float32, S_ROWS), gl.zeros([GROUP_ROWS], gl.float32, S_ROWS)
 
 
 @gluon.jit
@@ -192,13 +211,10 @@ def _attend(
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     line = blocks_ptr + gl.program_id(0) * 3
+    acc, peak, total = _no_state(E, O_LAYOUT, S_ROWS)
     if LOAD:
         acc, peak, total = _load_state(state, line, heads, q_rows, PART, E, O_LAYOUT, S_ROWS)
-    else:
-        peak = gl.full([GROUP_ROWS], float("-inf"), gl.float32, S_ROWS)
-        total = gl.zeros([GROUP_ROWS], gl.float32, S_ROWS)
-        acc = gl.zeros([GROUP_ROWS, E], gl.float32, O_LAYOUT)
-    rows = gl.load(line) * (2 * GROUP_ROWS) + PART * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=S_ROWS)
+    rows = group_rows(line, PART, S_ROWS)
     index = gl.load(line + 1)
     count = _count_blocks(entries_ptr, index, gl.load(line + 2), BLOCK_K)
     start = gl.load(entries_ptr + index * FIELDS)
@@ -214,9 +230,7 @@ def _attend(
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_empty.index(0))
     masked = (start < every_first) | (start >= every_last)
-    weights, carried, peak, total = _weigh(
-        scores, peak, total, masked, low, high, start, scale, S_LAYOUT, BLOCK_K
-    )  # fmt: skip
+    weights, carried, peak, total = _weigh(scores, peak, total, masked, (low, high), start, scale, S_LAYOUT, BLOCK_K)
     operand = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
     acc = acc * gl.convert_layout(carried, O_ROWS)[:, None]
     for turn in range(1, count):
@@ -226,27 +240,25 @@ def _attend(
             start = gl.load(entries_ptr + index * FIELDS)
             every_first, every_last, some_last, low, high = read_entry(entries_ptr + index * FIELDS, rows)
         masked = (start < every_first) | (start >= every_last)
-        slot, phase = turn % STAGES, (turn // STAGES) & 1
-        before, before_phase = (turn - 1) % STAGES, ((turn - 1) // STAGES) & 1
+        slot, phase = turn_of(turn, STAGES)
+        before, before_phase = turn_of(turn - 1, STAGES)
         mbarrier.wait(k_full.index(slot), phase)
         k = k_smem.index(slot).reshape([BLOCK_K, D]).permute((1, 0))
         scores = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(before), before_phase)
-        v = v_smem.index(before).reshape([BLOCK_K, E])
-        acc = warpgroup_mma(operand, v, acc, is_async=True)
+        acc = warpgroup_mma(operand, v_smem.index(before).reshape([BLOCK_K, E]), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_empty.index(slot))
         weights, carried, peak, total = _weigh(
-            scores, peak, total, masked, low, high, start, scale, S_LAYOUT, BLOCK_K
-        )  # fmt: skip
+            scores, peak, total, masked, (low, high), start, scale, S_LAYOUT, BLOCK_K
+        )
         acc, operand, weights = warpgroup_mma_wait(0, deps=[acc, operand, weights])
         mbarrier.arrive(v_empty.index(before))
         acc = acc * gl.convert_layout(carried, O_ROWS)[:, None]
         operand = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
-    before, before_phase = (count - 1) % STAGES, ((count - 1) // STAGES) & 1
+    before, before_phase = turn_of(count - 1, STAGES)
     mbarrier.wait(v_full.index(before), before_phase)
-    v = v_smem.index(before).reshape([BLOCK_K, E])
-    acc = warpgroup_mma(operand, v, acc, is_async=True)
+    acc = warpgroup_mma(operand, v_smem.index(before).reshape([BLOCK_K, E]), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if FINISH:
         _store_out(finished, line, heads, q_rows, acc, peak, total, PART, E, O_LAYOUT, S_ROWS, DTYPE)
@@ -254,7 +266,7 @@ def _attend(
         _store_state(state, line, heads, q_rows, acc, peak, total, PART, E, O_LAYOUT, S_ROWS)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["heads", "groups", "q_rows"])
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, acc_ptr, peak_ptr, total_ptr, out_ptr, lse_ptr, blocks_ptr, entries_ptr,
     acc_batch, acc_head, acc_row, peak_batch, peak_head, peak_row, out_batch, out_head, out_row,

@@ -37,10 +37,9 @@ class PlainKernel(TileKernel):
         scores = shapes.batch * shapes.heads * rows * cols
         query = rows * shapes.batch * shapes.heads * (shapes.head_dim + shapes.value_dim)
         key = cols * shapes.batch * shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
-        if phase.phase == "backward":
-            return (2 * scores + query + key) * size
-        # fp64 scores and the weights rounded from them exist together for a moment.
-        return ((1 if size == 8 else 3) * scores + query + key) * size
+        # A block in fp64 and what it is rounded to exist together for a moment; in backward beside the weights.
+        blocks = (1 if size == 8 else 3) + (phase.phase == "backward")
+        return (blocks * scores + query + key) * size
 
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         block = block_size(q.shape[0] * q.shape[1])
@@ -53,7 +52,7 @@ class PlainKernel(TileKernel):
         kv_heads = k.shape[1]
         # Scores rounded to fp32 cost lse up to 4 ulp where products nearly cancel or a score is far from lse. So they
         # stay in fp64 until the peak, a number of fp32, is taken from them.
-        precise = torch.float64 if q.device.type == "cpu" else compute
+        precise = score_dtype(q.device, compute)
         q_BGSD = fold_heads(q[:, :, tile.queries].to(precise), kv_heads)
         scores_BGSK = scaled_scores(tile, q_BGSD, k[:, :, tile.keys].to(precise), scale)
         acc_BGSE, peak_BGS, total_BGS = (fold_heads(part, kv_heads) for part in state[:3])
@@ -87,10 +86,12 @@ class PlainKernel(TileKernel):
         dout, q, lse, delta = rows
         dq, dk, dv = totals
         compute, kv_heads = lse.dtype, k.shape[1]
+        precise = score_dtype(q.device, compute)
+        # Rounded as lse and delta are, so that a row's only key has a weight of exactly 1 and a gradient of exactly 0.
+        scores_BGSK = scaled_scores(tile, fold_heads(q.to(precise), kv_heads), k.to(precise), scale).to(compute)
         dout_BGSE, q_BGSD = (fold_heads(x.to(compute), kv_heads) for x in (dout, q))
         lse_BGS, delta_BGS = (fold_heads(x, kv_heads) for x in (lse, delta))
-        k_BGKD, v_BGKE = k.to(compute), v.to(compute)
-        scores_BGSK = scaled_scores(tile, q_BGSD, k_BGKD, scale)
+        k_BGKD = k.to(compute)
         # A row without keys has lse = -inf; +inf makes its weights 0 instead of NaN.
         lse_BGS = lse_BGS.masked_fill(lse_BGS == float("-inf"), float("inf"))
         weights_BGSK = scores_BGSK.sub_(lse_BGS.unsqueeze(-1)).exp_()
@@ -98,9 +99,9 @@ class PlainKernel(TileKernel):
             dv[:, :, tile.keys].add_(weights_BGSK.transpose(-1, -2) @ dout_BGSE)
         if dq is None and dk is None:
             return
-        dscores_BGSK = (
-            (dout_BGSE @ v_BGKE.transpose(-1, -2)).sub_(delta_BGS.unsqueeze(-1)).mul_(weights_BGSK).mul_(scale)
-        )
+        dweights_BGSK = fold_heads(dout.to(precise), kv_heads) @ v.to(precise).transpose(-1, -2)
+        dscores_BGSK = dweights_BGSK.to(compute).sub_(delta_BGS.unsqueeze(-1)).mul_(weights_BGSK).mul_(scale)
+        del dweights_BGSK
         if dk is not None:
             dk[:, :, tile.keys].add_(dscores_BGSK.transpose(-1, -2) @ q_BGSD)
         if dq is not None:
@@ -111,6 +112,11 @@ class PlainKernel(TileKernel):
 def block_size(heads: int) -> int:
     """Rows and columns of a block, so that the scores of all heads of the batch stay within SCORE_ELEMENTS."""
     return max(1, min(MAX_BLOCK, math.isqrt(SCORE_ELEMENTS // heads)))
+
+
+def score_dtype(device: torch.device, compute: torch.dtype) -> torch.dtype:
+    """What scores are computed in before they are rounded."""
+    return torch.float64 if device.type == "cpu" else compute
 
 
 def scaled_scores(tile: Tile, q_BGSD: Tensor, k_BGKD: Tensor, scale: float) -> Tensor:

@@ -141,7 +141,7 @@ class TileKernel(ABC):
     def row_delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
         """(B, H, S): rowsum(out * dout) - dlse, which is all that backward needs to know of out."""
         # Where a row sees few keys, dq is what is left after delta cancels: fp64 sums keep that difference.
-        precise = torch.float64 if out.dtype == torch.float32 and out.device.type == "cpu" else dtype
+        precise = torch.float64 if out.device.type == "cpu" else dtype
         delta: Tensor = torch.linalg.vecdot(out.to(precise), dout.to(precise)).to(dtype)
         return delta if dlse is None else delta - dlse
 

@@ -52,7 +52,7 @@ def _key_gradients(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads", "groups", "k_rows"])
 def key_gradients_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, blocks_ptr, entries_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
@@ -129,7 +129,7 @@ def _query_gradients(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "groups", "q_rows"])
 def query_gradients_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, blocks_ptr, entries_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,

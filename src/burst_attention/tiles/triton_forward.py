@@ -107,7 +107,7 @@ def _store_state(acc_at, peak_at, total_at, kept, kept_acc, acc, peak, total):
     tl.store(acc_at, acc * factor[:, None], mask=kept_acc)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "groups", "q_rows"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, acc_ptr, peak_ptr, total_ptr, out_ptr, lse_ptr, blocks_ptr, entries_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
