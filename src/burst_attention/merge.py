@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_PARTIALS = 5
+MAX_PARTIALS = 7
 """Partials that wait to be merged or added at once, whatever the number of ranks."""
 
 

@@ -195,6 +195,9 @@ CASE = Case("forward", "full", 8192, 4096, 128, 128, torch.bfloat16, (9, 0), "FA
         ({"head_dim": 192, "capability": (8, 0)}, "triton"),
         ({"head_dim": 100, "value_dim": 100}, "triton"),
         ({"scale": -1.0}, "triton"),
+        ({"deterministic": True}, "cudnn"),
+        ({"deterministic": True, "phase": "backward"}, "triton"),
+        ({"deterministic": True, "phase": "backward", "flash": "FA4"}, "triton"),
     ],
     ids=str,
 )

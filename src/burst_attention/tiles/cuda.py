@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from burst_attention.geometry import Piece, full_piece
+from burst_attention.geometry import Piece, full_piece, unite_rows
 from burst_attention.merge import State
 from burst_attention.schedule import PhasePlan, Round
 from burst_attention.tiles.gpu import DeferringKernel
@@ -38,6 +38,9 @@ class CudaKernel(DeferringKernel):
         for name, group in self._groups("forward", pieces, q, v, scale):
             if name != "triton":
                 self.vendors[name].forward(group, q, k, v, state, scale)
+            elif state.deferred and state.deferred.untouched and not state.deferred.partials and begins(group, q):
+                self.triton.begin(group, q, k, v, state, scale)
+                state.deferred.untouched = False
             else:
                 settle(state)
                 self.triton.forward(group, q, k, v, state, scale)
@@ -60,6 +63,12 @@ class CudaKernel(DeferringKernel):
         return [(name, group) for name, group in groups.items() if group]
 
 
+def begins(pieces: Sequence[Piece], q: Tensor) -> bool:
+    """Whether pieces touch every row, so that a state need not be cleared before them."""
+    rows = unite_rows((piece.q_first, piece.q_first + piece.q_count) for piece in pieces)
+    return rows == ((0, q.shape[2]),)
+
+
 def rectangle_and_triangle(piece: Piece) -> list[Piece]:
     """A piece below a diagonal, as a cut through a causal one leaves it, in two parts that vendor kernels serve."""
     if piece.is_full or not piece.is_lower:
@@ -76,8 +85,9 @@ def case_of(phase: str, piece: Piece, q: Tensor, v: Tensor, scale: float) -> Cas
     kind = "full" if piece.is_full else "causal" if square else "masked"
     capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(q.device)
     return Case(
-        phase, kind, piece.q_count, piece.k_count, q.shape[3], v.shape[3], q.dtype, capability, active_flash(), scale
-    )
+        phase, kind, piece.q_count, piece.k_count, q.shape[3], v.shape[3], q.dtype, capability, active_flash(), scale,
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
 
 
 def active_flash() -> str:

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from burst_attention.merge import MAX_PARTIALS, Part, Partial, State
+from burst_attention.tiles.start import start
 from burst_attention.tiles.triton_forward import LN_2, LOG2_E
 
 PASS_ROWS = 32
@@ -89,7 +90,7 @@ def merge_partials(
     assert len(partials) <= MAX_PARTIALS, f"at most {MAX_PARTIALS} partials, got {len(partials)}"
     batch, heads, rows, dim = state.acc.shape
     out, lse = finished or (state.acc, state.peak)
-    _merge_kernel[(triton.cdiv(rows, PASS_ROWS), batch * heads)](
+    start(_merge_kernel[(triton.cdiv(rows, PASS_ROWS), batch * heads)])(
         state.acc, state.peak, state.total, state.acc.stride()[:3], state.peak.stride(),
         tuple(p.out for p in partials), tuple(p.lse for p in partials),
         tuple(p.out.stride()[:3] for p in partials), tuple(p.lse.stride() for p in partials),
@@ -132,7 +133,7 @@ def stand_in_for_out(dout: Tensor, delta: Tensor) -> Tensor:
     """
     out = torch.empty_like(dout)
     batch, heads, rows, dim = dout.shape
-    _stand_in_kernel[(triton.cdiv(rows, PASS_ROWS), batch * heads)](
+    start(_stand_in_kernel[(triton.cdiv(rows, PASS_ROWS), batch * heads)])(
         dout, delta, out, dout.stride()[:3], delta.stride(), out.stride()[:3], heads, rows,
         BLOCK=PASS_ROWS, E=dim, PADDED=triton.next_power_of_2(dim),
     )  # fmt: skip
@@ -175,7 +176,7 @@ def sum_parts(target: Tensor, parts: Sequence[Part], load: bool, out: Tensor | N
     out = target if out is None else out
     batch, heads, rows, dim = target.shape
     firsts, first_heads, tensors = zip(*parts, strict=True)
-    _sum_kernel[(triton.cdiv(rows, PASS_ROWS), batch * heads)](
+    start(_sum_kernel[(triton.cdiv(rows, PASS_ROWS), batch * heads)])(
         target, tensors, target.stride()[:3], tuple(part.stride()[:3] for part in tensors),
         firsts, tuple(part.shape[2] for part in tensors), first_heads, tuple(part.shape[1] for part in tensors),
         out, out.stride()[:3], heads, rows,
@@ -220,7 +221,7 @@ def fused_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     delta = torch.empty(batch, heads, rows, dtype=torch.float32, device=out.device)
     extra = delta if dlse is None else dlse
     if rows:
-        _delta_kernel[(triton.cdiv(rows, PASS_ROWS), batch * heads)](
+        start(_delta_kernel[(triton.cdiv(rows, PASS_ROWS), batch * heads)])(
             out, dout, extra, delta, out.stride()[:3], dout.stride()[:3], extra.stride(), delta.stride(), heads, rows,
             BLOCK=PASS_ROWS, E=dim, PADDED=triton.next_power_of_2(dim), WITH_LSE=dlse is not None,
         )  # fmt: skip

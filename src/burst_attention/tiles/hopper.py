@@ -15,12 +15,14 @@ from burst_attention.geometry import Piece
 from burst_attention.merge import State
 from burst_attention.tiles.block_table import block_table
 from burst_attention.tiles.protocol import BackwardInputs
+from burst_attention.tiles.start import start
 
 BLOCK_Q = 128
 STAGES = 2
 DIMS = (64, 128)
 BACKWARD_DIM = 128
 BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q = 128, 64
+BACKWARD_STAGES = 3
 ALIGNMENT = 16
 
 
@@ -93,7 +95,7 @@ def launch_hopper_forward(
 
     table = block_table(pieces, False, BLOCK_Q, block_k, q.device)
     out, lse = finished or (state.acc, state.peak)
-    hopper_forward_kernel[(len(table.blocks), q.shape[0] * q.shape[1])](
+    start(hopper_forward_kernel[(len(table.blocks), q.shape[0] * q.shape[1])])(
         _descriptor(q, BLOCK_Q // 2), _descriptor(k, block_k), _descriptor(v, block_k), *state[:3], out, lse, *table,
         *state.acc.stride()[:3], *state.peak.stride(), *out.stride()[:3], *lse.stride(),
         q.shape[1], q.shape[1] // k.shape[1], q.shape[2], scale,
@@ -108,14 +110,14 @@ def launch_hopper_backward(
     gradients: tuple[Tensor, Tensor, Tensor],
     scale: float,
     *,
-    stages: int = STAGES,
+    stages: int = BACKWARD_STAGES,
 ) -> None:
     """Add pieces to dq, dk and dv, for what `serves_backward` allows."""
     from burst_attention.tiles.hopper_backward import hopper_backward_kernel
 
     dq, dk, dv = gradients
     table = block_table(pieces, True, BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, x.q.device)
-    hopper_backward_kernel[(len(table.blocks), x.k.shape[0] * x.k.shape[1])](
+    start(hopper_backward_kernel[(len(table.blocks), x.k.shape[0] * x.k.shape[1])])(
         _descriptor(x.q, BACKWARD_BLOCK_Q), _descriptor(x.dout, BACKWARD_BLOCK_Q),
         _descriptor(x.k, BACKWARD_BLOCK_K), _descriptor(x.v, BACKWARD_BLOCK_K), x.lse, x.delta, dq, dk, dv, *table,
         *x.lse.stride(), *x.delta.stride(), *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],

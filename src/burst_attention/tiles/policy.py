@@ -28,6 +28,8 @@ class Case:
     flash: str
     """"FA2", what torch ships, or the name of what was activated in its place."""
     scale: float = 1.0
+    deterministic: bool = False
+    """Whether torch was asked for deterministic algorithms."""
 
     @property
     def steady(self) -> bool:
@@ -37,8 +39,11 @@ class Case:
     @property
     def vendor(self) -> bool:
         """Whether any vendor kernel can serve it."""
-        half = self.dtype in (torch.bfloat16, torch.float16)
-        return self.kind != "masked" and half and self.steady and self.scale > 0 and self.capability >= (8, 0)
+        return self.kind != "masked" and self.half and self.steady and self.scale > 0 and self.capability >= (8, 0)
+
+    @property
+    def half(self) -> bool:
+        return self.dtype in (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,11 @@ class Row:
 
 
 CHOICES = (
+    Row(
+        "triton",
+        lambda c: c.phase == "backward" and c.deterministic,
+        "adds in one order, so that gradients are the same bits every time",
+    ),
     Row(
         "flash",
         lambda c: c.vendor and c.flash not in ("FA2", "") and c.head_dim == c.value_dim and c.head_dim in (64, 128),

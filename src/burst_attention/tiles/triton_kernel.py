@@ -26,6 +26,7 @@ from burst_attention.tiles.hopper import (
     serves_forward,
 )
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
+from burst_attention.tiles.start import start
 from burst_attention.tiles.triton_backward import key_gradients_kernel, query_gradients_kernel
 from burst_attention.tiles.triton_forward import forward_kernel
 
@@ -78,6 +79,11 @@ class TritonKernel(GpuKernel):
         q, k, v = (dense_columns(x) for x in (q, k, v))
         launch_fastest_forward(tuple(pieces), q, k, v, state, scale)
 
+    def begin(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
+        """Make the state that of the pieces' keys alone; every row must be in a piece."""
+        q, k, v = (dense_columns(x) for x in (q, k, v))
+        launch_fastest_forward(tuple(pieces), q, k, v, state, scale, load=False)
+
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         x = x._replace(**{name: dense_columns(getattr(x, name)) for name in ("dout", "q", "k", "v")})
         dq, dk, dv = (None if total is None else total.settle() for total in gradients)
@@ -124,7 +130,7 @@ def launch_forward(
     table = block_table(pieces, False, config.block_q, config.block_k, q.device)
     out, lse = finished or (state.acc, state.peak)
     one_entry = len(table.blocks) == len(table.entries)
-    forward_kernel[(len(table.blocks), q.shape[0] * q.shape[1])](
+    start(forward_kernel[(len(table.blocks), q.shape[0] * q.shape[1])])(
         q, k, v, *state[:3], out, lse, *table,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *state.acc.stride()[:3], *state.peak.stride(),
         *out.stride()[:3], *lse.stride(), q.shape[1], q.shape[1] // k.shape[1], q.shape[2], scale,
@@ -150,7 +156,7 @@ def launch_key_gradients(
     some = dk if dk is not None else dv
     assert some is not None
     dk_or_any, dv_or_any = dk if dk is not None else some, dv if dv is not None else some
-    key_gradients_kernel[(len(table.blocks), x.k.shape[0] * x.k.shape[1])](
+    start(key_gradients_kernel[(len(table.blocks), x.k.shape[0] * x.k.shape[1])])(
         x.q, x.k, x.v, x.dout, x.lse, x.delta, dk_or_any, dv_or_any, *table,
         *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *x.dout.stride()[:3], *x.lse.stride(),
         *x.delta.stride(), *dk_or_any.stride()[:3], *dv_or_any.stride()[:3],
@@ -168,7 +174,7 @@ def launch_query_gradients(
     head_dim, value_dim = x.q.shape[3], x.v.shape[3]
     config = config or query_config(head_dim, value_dim, x.q.dtype)
     table = block_table(pieces, False, config.block_q, config.block_k, x.q.device)
-    query_gradients_kernel[(len(table.blocks), x.q.shape[0] * x.q.shape[1])](
+    start(query_gradients_kernel[(len(table.blocks), x.q.shape[0] * x.q.shape[1])])(
         x.q, x.k, x.v, x.dout, x.lse, x.delta, dq, *table,
         *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *x.dout.stride()[:3], *x.lse.stride(),
         *x.delta.stride(), *dq.stride()[:3],

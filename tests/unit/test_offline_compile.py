@@ -1,0 +1,89 @@
+"""Our GPU kernels compile for the chips they are meant for, without one, and use what those chips have."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="needs triton")
+INTEGERS = {"blocks_ptr": "*i32", "entries_ptr": "*i32"}
+
+
+def descriptor(rows: int, dim: int) -> str:
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], gl.bfloat16)
+    return f"tensordesc<bf16[1,1,{rows},{dim}],{layout!r}>"
+
+
+def compiled(kernel: Any, source: Any, types: dict[str, str], constants: dict[str, Any], chip: int, warps: int) -> Any:
+    """The kernel for a chip; other arguments are pointers to fp32 and numbers, rows aligned as torch's are."""
+    from triton.backends.compiler import GPUTarget
+
+    names = kernel.arg_names
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else types.get(name) or INTEGERS.get(name) or ("*fp32" if name.endswith("_ptr") else "i32")
+        for name in names
+    }
+    signature["scale"] = "fp32"
+    aligned = [name for name in names if name.endswith(("_ptr", "_batch", "_head", "_row")) and name not in constants]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    made = source(kernel, signature, values, attributes)
+    return triton.compile(made, target=GPUTarget("cuda", chip, 32), options={"num_warps": warps})
+
+
+def spilled(kernel: Any, folder: Path) -> int:
+    """Instructions that move registers to and from local memory."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        pytest.skip("this triton has no disassembler")
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(kernel.asm["cubin"])
+    text = subprocess.run([tool, "-sass", binary], capture_output=True, text=True, check=True).stdout
+    return text.count(" LDL") + text.count(" STL")
+
+
+@pytest.mark.parametrize("carried", [False, True], ids=["plain", "carried"])
+def test_the_hopper_forward_uses_the_chip_and_spills_nothing(carried: bool, tmp_path: Path) -> None:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from burst_attention.tiles.hopper_forward import hopper_forward_kernel
+
+    types = {"q_desc": descriptor(64, 128), "k_desc": descriptor(128, 128), "v_desc": descriptor(128, 128)}
+    types["out_ptr"] = "*bf16"
+    constants = {"BLOCK_K": 128, "D": 128, "E": 128, "STAGES": 2, "LOAD": carried, "FINISH": not carried}
+    kernel = compiled(hopper_forward_kernel, GluonASTSource, types, constants, 90, 4)
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
+        assert instruction in kernel.asm["ptx"], instruction
+    assert spilled(kernel, tmp_path) == 0
+
+
+def test_the_hopper_backward_uses_the_chip() -> None:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from burst_attention.tiles.hopper_backward import hopper_backward_kernel
+
+    types = {"q_desc": descriptor(64, 128), "dout_desc": descriptor(64, 128)}
+    types |= {"k_desc": descriptor(128, 128), "v_desc": descriptor(128, 128)}
+    kernel = compiled(hopper_backward_kernel, GluonASTSource, types, {"D": 128, "STAGES": 3}, 90, 4)
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "red.", "setmaxnreg"):
+        assert instruction in kernel.asm["ptx"], instruction
+
+
+@pytest.mark.parametrize("chip", [80, 100])
+def test_the_forward_for_other_chips_compiles(chip: int) -> None:
+    from triton.compiler import ASTSource
+
+    from burst_attention.tiles.triton_forward import forward_kernel
+
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
+    constants: dict[str, Any] = {"BLOCK_Q": 128, "BLOCK_K": 64, "DIM": 128, "VALUE_DIM": 128, "D": 128, "E": 128}
+    constants |= {"LOAD": True, "FINISH": False, "ONE_ENTRY": True, "NEGATIVE": False, "PRECISION": "tf32"}
+    kernel = compiled(forward_kernel, ASTSource, types, constants, chip, 8)
+    assert ("mma.sync" if chip == 80 else "tcgen05.mma") in kernel.asm["ptx"]
