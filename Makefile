@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/ready
 
-.PHONY: demo test test-gpu lint types test-all soak bench clean
+.PHONY: demo test test-gpu sanitize lint types test-all soak bench clean
 
 demo: $(READY)
 	$(BIN)/burst check
@@ -18,6 +18,11 @@ test: lint types
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu
+
+# Needs NVIDIA's compute-sanitizer.
+sanitize: $(READY)
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m tests.gpu.small_cases
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m tests.gpu.small_cases
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from line_chart import line_chart
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+PLOT = ROOT / "docs" / "plots" / "tile_sizes.svg"
 Row = dict[str, Any]
 
 
@@ -123,6 +126,80 @@ def gpu_breakdown_table() -> list[str]:
     return lines
 
 
+def kernel_name(row: Row) -> str:
+    """Ours, or the vendor's by the name of what serves it."""
+    return {"triton": "ours", "cudnn": "cuDNN", "flash": row.get("flash", "FA2"), "flex": "FlexAttention"}[
+        row["kernel"]
+    ]
+
+
+def gpu_tiles_table() -> list[str]:
+    lines = [
+        "| queries x keys | kernel | forward, state carried | forward, plain | backward | GPU, torch, commit |",
+        "|---|---|---|---|---|---|",
+    ]
+    rows = latest(of_suite("gpu-tiles"), "rows", "cols", "causal", "kernel", "flash")
+    for row in sorted(rows, key=lambda row: (-row["rows"], -row["cols"], row["causal"])):
+        plain = row.get("plain_forward_tflops")
+        # A vendor's kernel knows no state: its forward is plain, and merging the partial is part of the first figure.
+        lines.append(
+            f"| {row['rows']} x {row['cols']}{', causal' if row['causal'] else ''} | {kernel_name(row)} | "
+            f"{row['forward_tflops']:.0f} | {f'{plain:.0f}' if plain else ''} | {row['backward_tflops']:.0f} | "
+            f"{row['gpu']}, {row['torch']}, {row['commit']} |"
+        )
+    return lines
+
+
+def gpu_masks_table() -> list[str]:
+    lines = [
+        "| mask, T = 16384 | forward: ours, FlexAttention, ratio | backward: ours, FlexAttention, ratio "
+        "| GPU, torch, commit |",
+        "|---|---|---|---|",
+    ]
+    found = {(row["mask"], row["kernel"]): row for row in of_suite("gpu-masks")}
+    for mask in dict.fromkeys(mask for mask, _ in found):
+        ours, flex = found[mask, "triton"], found[mask, "flex"]
+        cells = [
+            f"{ours[key]:.0f}, {flex[key]:.0f}, **{ours[key] / flex[key]:.2f}**"
+            for key in ("forward_tflops", "backward_tflops")
+        ]
+        lines.append(f"| {mask} | {cells[0]} | {cells[1]} | {ours['gpu']}, {ours['torch']}, {ours['commit']} |")
+    return lines
+
+
+def gpu_million_table() -> list[str]:
+    lines = [
+        "| tokens | heads | forward, s | backward, s | TFLOP/s | peak beyond inputs, planned | rms error of one head: "
+        "out, dq, dk, dv | GPU, torch, commit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in latest(of_suite("gpu-million"), "tokens", "kv_heads"):
+        errors = ", ".join(f"{value:.2%}" for value in row["rms_errors"].values())
+        lines.append(
+            f"| {row['tokens']:,} | {row['heads']}/{row['kv_heads']} | {row['forward_s']:.1f} "
+            f"| {row['backward_s']:.1f} | {row['forward_tflops']:.0f} / {row['backward_tflops']:.0f} | "
+            f"{row['peak_gib']:.2f} GiB, {row['planned_peak_gib']:.2f} GiB | {errors} | {row['gpu']}, {row['torch']}, {row['commit']} |"
+        )
+    return lines
+
+
+def gpu_sizes_plot() -> list[str]:
+    """Rates by size of a full square tile, as an SVG beside the page."""
+    rows = latest(of_suite("gpu-sizes"), "size", "kernel", "flash")
+    lines = {
+        f"{kernel_name(row)}, {phase}": [
+            (other["size"], other[f"{phase}_tflops"])
+            for other in sorted(rows, key=lambda other: other["size"])
+            if kernel_name(other) == kernel_name(row)
+        ]
+        for row in rows
+        for phase in ("forward", "backward")
+    }
+    PLOT.parent.mkdir(exist_ok=True)
+    PLOT.write_text(line_chart(lines, "rows and columns of a full tile", "TFLOP/s"))
+    return [f"![TFLOP/s by tile size]({PLOT.relative_to(PAGE.parent)})"]
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "local": local_table,
     "exactness": exactness_table,
@@ -130,6 +207,10 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "soak": soak_table,
     "gpu-tax": gpu_tax_table,
     "gpu-breakdown": gpu_breakdown_table,
+    "gpu-tiles": gpu_tiles_table,
+    "gpu-sizes": gpu_sizes_plot,
+    "gpu-masks": gpu_masks_table,
+    "gpu-million": gpu_million_table,
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from burst_attention.bench import append_rows, machine
-from burst_attention.bench_kernels import mask_rows, tile_rows
+from burst_attention.bench_kernels import mask_rows, size_rows, tile_rows
 from burst_attention.bench_million import million_rows
 from burst_attention.bench_tax import RANKS_TIMED, TAX_CASES, breakdown_rows, tax_rows
 
@@ -19,6 +19,7 @@ PARTS: dict[str, Callable[[int], Rows]] = {
     "tax": lambda repeat: tax_rows(TAX_CASES, repeat, RANKS_TIMED),
     "breakdown": lambda repeat: itertools.chain(*(breakdown_rows(case, 3) for case in TAX_CASES[:2])),
     "tiles": tile_rows,
+    "sizes": size_rows,
     "masks": mask_rows,
     "million": million_rows,
 }

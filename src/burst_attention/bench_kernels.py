@@ -22,6 +22,7 @@ from burst_attention.schedule.build import piece_table
 from burst_attention.tiles import Accumulator, BackwardInputs, Gradients, TileKernel
 
 TILES = ((8192, 8192, False), (8192, 8192, True), (8192, 4096, False), (4096, 2048, False))
+SIZES = (512, 1024, 2048, 4096, 8192, 16384)
 MASK_TOKENS = 16384
 DOCUMENT_LENGTHS = (1700, 600, 3100, 900, 2400, 300, 4100, 3284)
 
@@ -57,6 +58,24 @@ def tile_rows(repeat: int) -> Iterator[dict[str, Any]]:
                 rates["plain_forward"] = flops / median_ms(_plain_forward((piece,), q, k, v), repeat)
             rates = {f"{name}_tflops": round(rate, 1) for name, rate in rates.items()}
             yield row | {"kernel": kernel.name, "repeat": repeat} | rates
+
+
+def size_rows(repeat: int) -> Iterator[dict[str, Any]]:
+    """How rates hang on the size of a full square tile."""
+    from burst_attention.tiles.cuda import CudaKernel
+
+    kernels = CudaKernel()
+    for size in SIZES:
+        case = TaxCase(ranks=1, tokens_per_rank=size, causal=False)
+        q, k, v, dout = made_inputs(case, size)
+        flops = 4 * size * size * case.head_dim * case.heads / 1e9
+        for kernel in (kernels.triton, *kernels.vendors.values()):
+            forward, backward = _tile_calls(kernel, full_piece(0, size, 0, size), q, k, v, dout)
+            rates = flops / median_ms(forward, repeat), 2.5 * flops / median_ms(backward, repeat)
+            yield {
+                "suite": "gpu-sizes", "kernel": kernel.name, "flash": flash_name(), "size": size, "repeat": repeat,
+                "forward_tflops": round(rates[0], 1), "backward_tflops": round(rates[1], 1),
+            }  # fmt: skip
 
 
 def mask_rows(repeat: int) -> Iterator[dict[str, Any]]:
