@@ -141,10 +141,24 @@ def gpu_tiles_table() -> list[str]:
     rows = latest(of_suite("gpu-tiles"), "rows", "cols", "causal", "kernel", "flash")
     for row in sorted(rows, key=lambda row: (-row["rows"], -row["cols"], row["causal"])):
         plain = row.get("plain_forward_tflops")
-        # A vendor's kernel knows no state: its forward is plain, and merging the partial is part of the first figure.
         lines.append(
             f"| {row['rows']} x {row['cols']}{', causal' if row['causal'] else ''} | {kernel_name(row)} | "
             f"{row['forward_tflops']:.0f} | {f'{plain:.0f}' if plain else ''} | {row['backward_tflops']:.0f} | "
+            f"{row['gpu']}, {row['torch']}, {row['commit']} |"
+        )
+    return lines
+
+
+def gpu_forward_table() -> list[str]:
+    lines = [
+        "| queries x keys | ours | cuDNN | ratio | ours with the state carried | which costs | GPU, torch, commit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in latest(of_suite("gpu-forward"), "rows", "cols", "causal"):
+        plain, carried, cudnn = (row[f"{name}_tflops"] for name in ("plain", "carried", "cudnn"))
+        lines.append(
+            f"| {row['rows']} x {row['cols']}{', causal' if row['causal'] else ''} | {plain:.0f} | {cudnn:.0f} | "
+            f"**{plain / cudnn:.2f}** | {carried:.0f} | {plain / carried - 1:.1%} | "
             f"{row['gpu']}, {row['torch']}, {row['commit']} |"
         )
     return lines
@@ -178,7 +192,8 @@ def gpu_million_table() -> list[str]:
         lines.append(
             f"| {row['tokens']:,} | {row['heads']}/{row['kv_heads']} | {row['forward_s']:.1f} "
             f"| {row['backward_s']:.1f} | {row['forward_tflops']:.0f} / {row['backward_tflops']:.0f} | "
-            f"{row['peak_gib']:.2f} GiB, {row['planned_peak_gib']:.2f} GiB | {errors} | {row['gpu']}, {row['torch']}, {row['commit']} |"
+            f"{row['peak_gib']:.2f} GiB, {row['planned_peak_gib']:.2f} GiB | {errors} | "
+            f"{row['gpu']}, {row['torch']}, {row['commit']} |"
         )
     return lines
 
@@ -208,6 +223,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "gpu-tax": gpu_tax_table,
     "gpu-breakdown": gpu_breakdown_table,
     "gpu-tiles": gpu_tiles_table,
+    "gpu-forward": gpu_forward_table,
     "gpu-sizes": gpu_sizes_plot,
     "gpu-masks": gpu_masks_table,
     "gpu-million": gpu_million_table,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ def masks() -> dict[str, Mask]:
 
 
 def tile_rows(repeat: int) -> Iterator[dict[str, Any]]:
-    """Every kernel on single tiles, forward into a carried state; ours also without one."""
+    """Every kernel on single tiles, forward into a carried state, which for vendors takes a merge, and without one."""
     from burst_attention.tiles.cuda import CudaKernel
+    from burst_attention.tiles.vendor import VendorKernel
 
     kernels = CudaKernel()
     for rows, cols, triangle in TILES:
@@ -54,8 +56,10 @@ def tile_rows(repeat: int) -> Iterator[dict[str, Any]]:
                 "forward": flops / median_ms(forward, repeat),
                 "backward": 2.5 * flops / median_ms(backward, repeat),
             }
-            if kernel is kernels.triton:
-                rates["plain_forward"] = flops / median_ms(_plain_forward((piece,), q, k, v), repeat)
+            plain = _plain_forward((piece,), q, k, v)
+            if isinstance(kernel, VendorKernel):
+                plain = partial(kernel.attend, q, k, v, triangle, case.head_dim**-0.5)
+            rates["plain_forward"] = flops / median_ms(plain, repeat)
             rates = {f"{name}_tflops": round(rate, 1) for name, rate in rates.items()}
             yield row | {"kernel": kernel.name, "repeat": repeat} | rates
 
@@ -103,7 +107,7 @@ def mask_rows(repeat: int) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def _plain_forward(pieces: tuple[Piece, ...], q: Tensor, k: Tensor, v: Tensor) -> Callable[[], None]:
+def _plain_forward(pieces: tuple[Piece, ...], q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
     """Our forward from no state to out and lse, as one device alone would run it."""
     from burst_attention.tiles.triton_kernel import launch_fastest_forward
 

@@ -73,7 +73,10 @@ class TritonKernel(GpuKernel):
     name = "triton"
 
     def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
-        return 0
+        """Row statistics of visiting queries, laid out afresh for the kernel for Hopper."""
+        if phase.phase == "forward" or not visiting or phase.direction == "kv":
+            return 0
+        return 2 * step.row_count * phase.shapes.batch * phase.shapes.heads * 4
 
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         q, k, v = (dense_columns(x) for x in (q, k, v))
