@@ -123,6 +123,19 @@ def _places(base_ptr, strides, line, heads, PART: gl.constexpr, LAYOUT: gl.const
 
 
 @gluon.jit
+def _state_places(
+    tensors, line, heads, PART: gl.constexpr, E: gl.constexpr, O_LAYOUT: gl.constexpr, S_ROWS: gl.constexpr
+):
+    """Pointers to a state's (acc, peak, total), with the rows of the first and of the other two."""
+    acc_ptr, peak_ptr, total_ptr, acc_strides, peak_strides = tensors
+    peak_at, rows = _places(peak_ptr, peak_strides, line, heads, PART, S_ROWS)
+    total_at, _ = _places(total_ptr, peak_strides, line, heads, PART, S_ROWS)
+    acc_at, acc_rows = _places(acc_ptr, acc_strides, line, heads, PART, gl.SliceLayout(1, O_LAYOUT))
+    e = gl.arange(0, E, layout=gl.SliceLayout(0, O_LAYOUT))
+    return acc_at[:, None] + e[None, :], acc_rows, peak_at, total_at, rows
+
+
+@gluon.jit
 def turn_of(count, BUFFERS: gl.constexpr):
     """(buffer, phase of its barriers) of the `count`-th use of a ring of buffers."""
     return count % BUFFERS, (count // BUFFERS) & 1
@@ -140,19 +153,15 @@ def _load_state(
     tensors, line, heads, q_rows, PART: gl.constexpr, E: gl.constexpr, O_LAYOUT: gl.constexpr, S_ROWS: gl.constexpr
 ):
     """A state in units of log2: what rounding costs the change of units goes into acc and total."""
-    acc_ptr, peak_ptr, total_ptr, acc_strides, peak_strides = tensors
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    peak_at, rows = _places(peak_ptr, peak_strides, line, heads, PART, S_ROWS)
-    total_at, _ = _places(total_ptr, peak_strides, line, heads, PART, S_ROWS)
-    acc_at, acc_rows = _places(acc_ptr, acc_strides, line, heads, PART, O_ROWS)
-    e = gl.arange(0, E, layout=gl.SliceLayout(0, O_LAYOUT))
+    acc_at, acc_rows, peak_at, total_at, rows = _state_places(tensors, line, heads, PART, E, O_LAYOUT, S_ROWS)
     natural = gl.load(peak_at, mask=rows < q_rows, other=float("-inf"))
     known = natural != float("-inf")
     finite = gl.where(known, natural, 0.0)
     peak = finite * LOG2_E
     factor = gl.exp2(gl.fma(finite, LOG2_E, -peak) + finite * LOG2_E_LOW)
     total = gl.load(total_at, mask=rows < q_rows, other=0.0) * factor
-    acc = gl.load(acc_at[:, None] + e[None, :], mask=(acc_rows < q_rows)[:, None], other=0.0)
+    acc = gl.load(acc_at, mask=(acc_rows < q_rows)[:, None], other=0.0)
     return acc * gl.convert_layout(factor, O_ROWS)[:, None], gl.where(known, peak, float("-inf")), total
 
 
@@ -162,12 +171,8 @@ def _store_state(
     PART: gl.constexpr, E: gl.constexpr, O_LAYOUT: gl.constexpr, S_ROWS: gl.constexpr,
 ):  # fmt: skip
     """The inverse of `_load_state`."""
-    acc_ptr, peak_ptr, total_ptr, acc_strides, peak_strides = tensors
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    peak_at, rows = _places(peak_ptr, peak_strides, line, heads, PART, S_ROWS)
-    total_at, _ = _places(total_ptr, peak_strides, line, heads, PART, S_ROWS)
-    acc_at, acc_rows = _places(acc_ptr, acc_strides, line, heads, PART, O_ROWS)
-    e = gl.arange(0, E, layout=gl.SliceLayout(0, O_LAYOUT))
+    acc_at, acc_rows, peak_at, total_at, rows = _state_places(tensors, line, heads, PART, E, O_LAYOUT, S_ROWS)
     known = peak != float("-inf")
     finite = gl.where(known, peak, 0.0)
     natural = finite * LN_2
@@ -176,7 +181,7 @@ def _store_state(
     gl.store(peak_at, gl.where(known, natural, float("-inf")), mask=rows < q_rows)
     gl.store(total_at, total * factor, mask=rows < q_rows)
     acc = acc * gl.convert_layout(factor, O_ROWS)[:, None]
-    gl.store(acc_at[:, None] + e[None, :], acc, mask=(acc_rows < q_rows)[:, None])
+    gl.store(acc_at, acc, mask=(acc_rows < q_rows)[:, None])
 
 
 @gluon.jit

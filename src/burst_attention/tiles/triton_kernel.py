@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -100,19 +101,11 @@ class TritonKernel(GpuKernel):
 
 
 def launch_fastest_forward(
-    pieces: tuple[Piece, ...],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: State,
-    scale: float,
-    *,
-    load: bool = True,
-    finished: tuple[Tensor, Tensor] | None = None,
+    pieces: tuple[Piece, ...], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float, **options: Any
 ) -> None:
     """`launch_forward`, by the kernel for Hopper where it serves."""
     launch = launch_hopper_forward if serves_forward(q, k, v, scale) else launch_forward
-    launch(pieces, q, k, v, state, scale, load=load, finished=finished)
+    launch(pieces, q, k, v, state, scale, **options)
 
 
 def launch_forward(
