@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +19,9 @@ CAUSE_SECONDS = 0.5
 
 # The control thread's receive must never time out: gloo closes every connection of a group when one wait does.
 _FOREVER = timedelta(days=365)
+_MOMENT = timedelta(seconds=1)
+UNUSED_TAG = 99
+"""Of a message on the control group that nobody sends."""
 
 
 class ProcessRing(Ring):
@@ -29,18 +34,18 @@ class ProcessRing(Ring):
         size = dist.get_world_size(group)
         super().__init__(name, dist.get_rank(group), size, timeout, Inbox())
         self._group = group
-        self._control_sends: list[tuple[Any, torch.Tensor]] = []
+        self._control_sends: deque[tuple[Any, torch.Tensor]] = deque(maxlen=4 * size)
         self._posted: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         if size == 1:
             return
         ranks = dist.get_process_group_ranks(group)
         # Members only: other ranks of the world need not take part.
         self._control = dist.new_group(ranks, timeout=_FOREVER, backend="gloo", use_local_synchronization=True)
-        for peer in range(size):
-            if peer != self.rank:
-                _start_daemon(_listen, self._control, peer, self._inbox)
+        peers = [peer for peer in range(size) if peer != self.rank]
+        listeners = [_start_daemon(_listen, self._control, peer, self._inbox) for peer in peers]
         _start_daemon(_complete, self._posted, self._inbox)
         weakref.finalize(self, self._posted.put, None)
+        weakref.finalize(self, _end_listeners, self._control, peers[0], self._control_sends, listeners)
 
     def _start(self, pending: Pending) -> None:
         if any(parcel.tensor.is_cuda for parcel in (*pending.receives, *pending.sends)):
@@ -104,7 +109,6 @@ class ProcessRing(Ring):
 
     def _send_control(self, peer: int, data: bytes) -> None:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._control_sends = self._control_sends[-4 * self.size :]
         try:
             self._control_sends.append((dist.isend(buffer, group=self._control, group_dst=peer), buffer))
         except RuntimeError as error:
@@ -135,8 +139,25 @@ def ring_from_group(group: Any, timeout: float | None) -> Ring:
     return ring
 
 
-def _start_daemon(target: Any, *args: Any) -> None:
-    threading.Thread(target=target, args=args, daemon=True, name=f"burst-ring{target.__name__}").start()
+def _start_daemon(target: Any, *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, daemon=True, name=f"burst-ring{target.__name__}")
+    thread.start()
+    return thread
+
+
+def _end_listeners(control: Any, peer: int, sends: deque[Any], listeners: list[threading.Thread]) -> None:
+    """Close the control connections when the ring or the process ends.
+
+    A thread that is inside gloo while Python ends takes the process down with it, with an exit status of failure. What
+    breaks its wait is a wait of our own that times out: gloo then closes every connection of the group.
+    """
+    with contextlib.suppress(RuntimeError):
+        # What this rank has told the others goes first.
+        for work, _ in sends:
+            work.wait(_MOMENT)
+        control.recv([torch.empty(1, dtype=torch.uint8)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+    for listener in listeners:
+        listener.join(_MOMENT.total_seconds())
 
 
 def _listen(group: Any, peer: int, inbox: Inbox) -> None:
