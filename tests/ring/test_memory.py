@@ -28,6 +28,7 @@ def traced_peak(
     kv_heads: int,
     coalesce: int,
     key_layout: str | None = None,
+    return_lse: bool = False,
 ) -> int:
     """Most bytes allocated at once by a forward and backward, beyond its inputs."""
     heads = (HEADS, kv_heads, kv_heads, HEADS)
@@ -36,7 +37,8 @@ def traced_peak(
 
     def run() -> None:
         options = {"mask": parse_mask(mask), "layout": layout, "direction": direction, "coalesce": coalesce}
-        out = burst_attention(q, k, v, ring=ring, key_layout=key_layout, **options)
+        found = burst_attention(q, k, v, ring=ring, key_layout=key_layout, return_lse=return_lse, **options)
+        out = found[0] if return_lse else found
         torch.autograd.grad(out, (q, k, v), dout)
 
     run()
@@ -81,6 +83,15 @@ def test_peak_is_flat_in_ring_size_and_as_planned(case: Case) -> None:
     many = [peaks[size] for size in (4, 8, 16)]
     assert max(many) <= 1.10 * min(many), peaks
     assert peaks[2] <= min(many) * 1.001, peaks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_another_kernel_needs_for_lse_is_planned(dtype: torch.dtype) -> None:
+    case = ("causal()", "zigzag", "query", dtype, HEADS, 1, None, True)
+    options: dict[str, Any] = {"heads": HEADS, "head_dim": HEAD_DIM, "dtype": dtype, "mask": parse_mask("causal()")}
+    planned = plan(SHARD * 4, 4, layout="zigzag", direction="query", coalesce=1, return_lse=True, **options)
+    for rank, peak in enumerate(run_processes(lambda ring: traced_peak(ring, *case), 4, timeout=120)):
+        assert planned.peak_bytes(rank) == pytest.approx(peak, rel=0.10), f"rank {rank}"
 
 
 @pytest.mark.parametrize("direction", ["kv", "query"])
