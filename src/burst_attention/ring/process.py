@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
@@ -42,10 +43,11 @@ class ProcessRing(Ring):
         # Members only: other ranks of the world need not take part.
         self._control = dist.new_group(ranks, timeout=_FOREVER, backend="gloo", use_local_synchronization=True)
         peers = [peer for peer in range(size) if peer != self.rank]
-        listeners = [_start_daemon(_listen, self._control, peer, self._inbox) for peer in peers]
-        _start_daemon(_complete, self._posted, self._inbox)
+        listeners = {peer: _start_daemon(_listen, self._control, peer, self._inbox) for peer in peers}
+        completer = _start_daemon(_complete, self._posted, self._inbox)
         weakref.finalize(self, self._posted.put, None)
-        weakref.finalize(self, _end_listeners, self._control, peers[0], self._control_sends, listeners)
+        weakref.finalize(self, _end_listeners, self._control, self._control_sends, listeners)
+        atexit.register(_end_completer, group, self._posted, dict.fromkeys(peers, completer))
 
     def _start(self, pending: Pending) -> None:
         if any(parcel.tensor.is_cuda for parcel in (*pending.receives, *pending.sends)):
@@ -145,19 +147,35 @@ def _start_daemon(target: Any, *args: Any) -> threading.Thread:
     return thread
 
 
-def _end_listeners(control: Any, peer: int, sends: deque[Any], listeners: list[threading.Thread]) -> None:
-    """Close the control connections when the ring or the process ends.
-
-    A thread that is inside gloo while Python ends takes the process down with it, with an exit status of failure. What
-    breaks its wait is a wait of our own that times out: gloo then closes every connection of the group.
-    """
+def _end_listeners(control: Any, sends: deque[Any], listeners: dict[int, threading.Thread]) -> None:
+    """Close the control connections when the ring or the process ends."""
     with contextlib.suppress(RuntimeError):
         # What this rank has told the others goes first.
         for work, _ in sends:
             work.wait(_MOMENT)
-        control.recv([torch.empty(1, dtype=torch.uint8)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
-    for listener in listeners:
-        listener.join(_MOMENT.total_seconds())
+    _end_threads(control, listeners)
+
+
+def _end_completer(
+    group: Any, posted: queue.SimpleQueue[Pending | None], completers: dict[int, threading.Thread]
+) -> None:
+    """When the process ends: a transfer still waits only where the ring has failed."""
+    posted.put(None)
+    next(iter(completers.values())).join(CAUSE_SECONDS)
+    _end_threads(group, completers)
+
+
+def _end_threads(group: Any, by_peer: dict[int, threading.Thread]) -> None:
+    """Let no thread wait inside gloo: one that is there while Python ends takes the process down, as if it had failed.
+
+    What breaks its wait is a wait of our own that times out: gloo then closes every connection of the group. Where the
+    peer has gone, ours fails before its time and closes that connection only.
+    """
+    for peer, thread in by_peer.items():
+        with contextlib.suppress(RuntimeError):
+            if thread.is_alive():
+                group.recv([torch.empty(1, dtype=torch.uint8)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+        thread.join(_MOMENT.total_seconds())
 
 
 def _listen(group: Any, peer: int, inbox: Inbox) -> None:
