@@ -65,11 +65,14 @@ def exactness_table() -> list[str]:
 
 
 def soak_table() -> list[str]:
-    lines = ["| run | repetitions | hangs | wrong results | seconds | date |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| run | repetitions | hangs | wrong results | seconds | date, seed, commit |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in latest(rows_of("soak"), "run"):
         lines.append(
             f"| {row['run']} | {row['repetitions']} | {row['hangs']} | {row['wrong']} | {row['seconds']:.0f} | "
-            f"{row['date']} |"
+            f"{row['date']}, {row.get('seed', 'seed not kept')}, {row.get('commit', 'commit not kept')} |"
         )
     return lines
 
