@@ -29,6 +29,8 @@ def gpu(
     repeat: int, output: str | None = None, flash: str | None = None, only: str | None = None
 ) -> list[dict[str, Any]]:
     """Measure on the current GPU, print the rows, and append each to `output` when it is given."""
+    if only not in (None, *PARTS):
+        raise ValueError(f"--only takes one of {', '.join(PARTS)}, got {only!r}")
     if not torch.cuda.is_available():
         raise ValueError("bench gpu needs a GPU that torch can use, and there is none here")
     if flash:

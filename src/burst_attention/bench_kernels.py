@@ -98,7 +98,7 @@ def mask_rows(repeat: int) -> Iterator[dict[str, Any]]:
                 _plain_forward(pieces, q, k, v),
                 _tile_calls(TritonKernel(), pieces, q, k, v, dout)[1],
             ),
-            "flex": _flex_calls(mask, q, k, v, dout),
+            "flex": _flex_calls(pieces, q, k, v, dout),
         }
         for kernel, (forward, backward) in calls.items():
             rates = flops / median_ms(forward, repeat), 2.5 * flops / median_ms(backward, repeat)
@@ -136,15 +136,15 @@ def _tile_calls(
 
 
 def _flex_calls(
-    mask: Mask, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+    pieces: tuple[Piece, ...], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """torch's FlexAttention, compiled, with a block mask built beforehand."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    first, last = _document_edges(mask, q.shape[2], q.device)
+    first, last = (edge.to(q.device) for edge in key_ranges(pieces, q.shape[2]))
 
     def allowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j <= i) & (j >= first[i]) & (j < last[i])
+        return (j >= first[i]) & (j < last[i])
 
     block_mask = create_block_mask(allowed, None, None, q.shape[2], k.shape[2], device="cuda")
     attend: Any = torch.compile(flex_attention, dynamic=False)
@@ -156,15 +156,13 @@ def _flex_calls(
     )
 
 
-def _document_edges(mask: Mask, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The keys [first, last) that each query sees; every mask compared here is one range per row."""
-    first, last = torch.zeros(tokens, dtype=torch.int32), torch.full((tokens,), tokens, dtype=torch.int32)
-    positions = torch.arange(tokens, dtype=torch.int32)
-    if "window" in str(mask):
-        first = (positions - 1023).clamp(min=0)
-    if "documents" in str(mask):
-        edge = 0
-        for length in DOCUMENT_LENGTHS:
-            first[edge : edge + length], last[edge : edge + length] = edge, edge + length
-            edge += length
-    return first.to(device), last.to(device)
+def key_ranges(pieces: tuple[Piece, ...], tokens: int) -> tuple[Tensor, Tensor]:
+    """The keys [first, last) that each query sees, for masks that leave every query one range of them."""
+    first, last = torch.full((tokens,), tokens, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
+    for piece in pieces:
+        x = torch.arange(piece.q_count, dtype=torch.int32)
+        low, high = (x - piece.high + 1).clamp(min=0), (x - piece.low + 1).clamp(max=piece.k_count)
+        rows = slice(piece.q_first, piece.q_first + piece.q_count)
+        first[rows] = torch.minimum(first[rows], piece.k_first + low)
+        last[rows] = torch.maximum(last[rows], piece.k_first + high)
+    return first, last

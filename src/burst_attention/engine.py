@@ -92,7 +92,7 @@ class BackwardWork:
 
     def of_heads(self, heads: Heads, key_heads: Heads) -> BackwardWork:
         """The same work at home for some heads."""
-        parts = {name: total.heads(*(heads if name == "dq" else key_heads)) for name, total in self.home.items()}
+        parts = {name: total.heads(*(key_heads if name in KEY_SIDE else heads)) for name, total in self.home.items()}
         return BackwardWork(self.kernel, self.scale, parts)
 
     def compute(self, pieces: tuple[Piece, ...], x: Mapping[str, Tensor], visiting: Collection[str]) -> None:

@@ -128,14 +128,13 @@ class Layout:
 
     def order_by_remainder(self, stride: int, rank: int) -> Tensor | None:
         """(local_tokens,) int64: the shard's rows in the order of `runs_by_remainder`; None where it is the same."""
+        if self.stride == stride or not self.runs(rank):
+            return None
         parts, first = [], 0
         for run in self.runs(rank):
-            parts += [
-                torch.arange(first + at, first + run.length, stride // run.stride)
-                for at in range(min(stride // run.stride, run.length))
-            ]
+            parts += [torch.arange(first + at, first + run.length, stride) for at in range(min(stride, run.length))]
             first += run.length
-        return torch.cat(parts) if len(parts) > len(self.runs(rank)) else None
+        return torch.cat(parts)
 
     def local_tokens(self, rank: int) -> int:
         """How many tokens a rank holds."""

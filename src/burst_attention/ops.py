@@ -22,6 +22,7 @@ from burst_attention.merge import Deferred, State, clear
 from burst_attention.options import WIRE_DTYPES, Options, parse_options
 from burst_attention.ring import Ring, ring_named
 from burst_attention.schedule import Plan, build_plan
+from burst_attention.schedule.bundles import KEY_SIDE
 from burst_attention.tiles import Accumulator, TileKernel, TileRequest, pick_kernel
 
 TENSORS = ("q", "k", "v", "out", "lse", "dout")
@@ -75,7 +76,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     shapes = plan.forward.shapes
     accumulate = shapes.accumulate_dtype
-    q_order, k_order = (plan.row_order(ring.rank, side) for side in ("query", "kv"))
+    q_order, k_order = row_orders(plan, ring.rank, q.device)
     q, k, v = in_order(q, q_order), in_order(k, k_order), in_order(v, k_order)
     rows = q.shape[:3]
     state = State(
@@ -114,10 +115,10 @@ def _gradients(
     phase = plan.backward
     assert phase is not None
     needs, accumulate = phase.needs, phase.shapes.accumulate_dtype
-    order = {name: plan.row_order(ring.rank, "kv" if name in ("k", "v") else "query") for name in TENSORS}
+    q_order, k_order = row_orders(plan, ring.rank, dout.device)
     home = dict(zip(TENSORS, (*saved, dout), strict=True))
     home["delta"] = kernel.row_delta(home["out"], dout, dlse, accumulate)
-    home = {name: in_order(x, order.get(name, order["q"])) for name, x in home.items()}
+    home = {name: in_order(x, k_order if name in KEY_SIDE else q_order) for name, x in home.items()}
     totals = {
         f"d{name}": Accumulator(torch.empty(x.shape, dtype=accumulate, device=x.device), kernel.sum_parts)
         for name, x in zip("qkv", saved, strict=False)
@@ -128,20 +129,27 @@ def _gradients(
     # Each accumulator goes as soon as it is cast.
     home.clear()
     dq, dk, dv = (
-        back_in_place(totals.pop(f"d{name}").finish(dout.dtype), order[name]) if name in needs else dout.new_empty(0)
-        for name in "qkv"
+        back_in_place(totals.pop(f"d{name}").finish(dout.dtype), order) if name in needs else dout.new_empty(0)
+        for name, order in (("q", q_order), ("k", k_order), ("v", k_order))
     )
     return dq, dk, dv
 
 
+def row_orders(plan: Plan, rank: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """The plan's order of a rank's query rows and of its key rows; None where it is the shard's own."""
+    orders = (plan.row_order(rank, side) for side in ("query", "kv"))
+    queries, keys = (None if order is None else order.to(device) for order in orders)
+    return queries, keys
+
+
 def in_order(x: Tensor, order: Tensor | None) -> Tensor:
     """A shard's (B, heads, rows, ...) with its rows as the plan counts them."""
-    return x if order is None else x.index_select(2, order.to(x.device))
+    return x if order is None else x.index_select(2, order)
 
 
 def back_in_place(x: Tensor, order: Tensor | None) -> Tensor:
     """The shard's own order again."""
-    return x if order is None else torch.empty_like(x).index_copy_(2, order.to(x.device), x)
+    return x if order is None else torch.empty_like(x).index_copy_(2, order, x)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Starting our Hopper kernels: what they serve, and the descriptors that their loads need.
 
-Importing this file needs a triton that has Gluon for Hopper; `triton_kernel.py` asks `has_gluon` first.
+The kernels themselves are imported when one is started: they need a triton that has Gluon, which `has_gluon` asks.
 """
 
 from __future__ import annotations
