@@ -92,13 +92,17 @@ def heads_of(row: Row) -> str:
     return "MHA" if row["heads"] == row["kv_heads"] else f"GQA {row['heads'] // row['kv_heads']}"
 
 
+KERNELS = {("auto", "FA4"): "FA4", ("auto", "FA2"): "cuDNN, ours", ("cudnn", "FA2"): "cuDNN"}
+"""What serves the pieces, by the kernel that was asked for and what is under torch's flash operator."""
+
+
 def gpu_tax_table() -> list[str]:
     lines = [
-        "| W | S | mask | heads | blocks at once | receives | forward tax | backward tax | ms of the slowest rank "
-        "| whole, fastest, ms | host, ms | planned peak | GPU, torch, flash, commit |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| W | S | mask | heads | kernels | blocks at once | receives | forward tax | backward tax | ms of the slowest rank "
+        "| whole, fastest, ms | host, ms | planned peak | GPU, torch, commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    keys = ("ranks", "tokens_per_rank", "causal", "kv_heads", "coalesce", "copies", "flash")
+    keys = ("ranks", "tokens_per_rank", "causal", "kv_heads", "coalesce", "copies", "flash", "kernel")
     for row in latest(of_suite("gpu-tax"), *keys):
         whole = [
             min(row[key] for key in row if key.startswith("whole_") and key.endswith(f"{phase}_ms"))
@@ -106,26 +110,28 @@ def gpu_tax_table() -> list[str]:
         ]
         lines.append(
             f"| {row['ranks']} | {row['tokens_per_rank']} | {'causal, zigzag' if row['causal'] else 'full'} | "
-            f"{heads_of(row)} | {row['coalesce']} | {'copied' if row['copies'] else 'by reference'} | "
+            f"{heads_of(row)} | {KERNELS[row['kernel'], row['flash']]} | {row['coalesce']} | {'copied' if row['copies'] else 'by reference'} | "
             f"**{row['forward_tax']:.3f}** | **{row['backward_tax']:.3f}** | "
             f"{row['forward_ms']:.2f} / {row['backward_ms']:.2f} | {whole[0]:.1f} / {whole[1]:.1f} | "
             f"{row['forward_host_ms']:.1f} / {row['backward_host_ms']:.1f} | {row['planned_peak_gib']:.2f} GiB | "
-            f"{row['gpu']}, {row['torch']}, {row['flash']}, {row['commit']} |"
+            f"{row['gpu']}, {row['torch']}, {row['commit']} |"
         )
     return lines
 
 
 def gpu_breakdown_table() -> list[str]:
-    kinds = ("attention", "merge", "sums and packing", "stand-in and delta", "other")
+    kinds = ("attention", "attention's own passes", "merge", "sums and packing", "stand-in and delta", "other")
     lines = [
-        f"| S | flash | phase | {' | '.join(kinds)} | all but attention |",
-        "|---|---|---|" + "---|" * (len(kinds) + 1),
+        f"| S | kernels | phase | what | {' | '.join(kinds)} | all | GPU, torch, commit |",
+        "|---|---|---|---|" + "---|" * (len(kinds) + 2),
     ]
-    for row in latest(of_suite("gpu-breakdown"), "tokens_per_rank", "flash", "phase"):
+    for row in latest(of_suite("gpu-breakdown"), "tokens_per_rank", "flash", "phase", "what"):
         spent = row["microseconds"]
-        rest = sum(value for kind, value in spent.items() if kind != "attention") / spent["attention"]
         cells = " | ".join(f"{spent.get(kind, 0):,}" for kind in kinds)
-        lines.append(f"| {row['tokens_per_rank']} | {row['flash']} | {row['phase']} | {cells} | {rest:.1%} |")
+        lines.append(
+            f"| {row['tokens_per_rank']} | {KERNELS['auto', row['flash']]} | {row['phase']} | {row['what']} | {cells} | "
+            f"{sum(spent.values()):,} | {row['gpu']}, {row['torch']}, {row['commit']} |"
+        )
     return lines
 
 

@@ -156,8 +156,8 @@ def made_inputs(case: TaxCase, tokens: int) -> tuple[Tensor, ...]:
     return tuple(torch.randn(1, h, tokens, case.head_dim, device="cuda", dtype=case.dtype) for h in heads)
 
 
-def whole_ms(case: TaxCase, name: str, repeat: int) -> tuple[float, float]:
-    """Milliseconds of one whole attention by a vendor's kernel, forward and backward."""
+def whole_calls(case: TaxCase, name: str) -> dict[str, Callable[[], Any]]:
+    """One whole attention by a vendor's kernel, forward and backward by themselves."""
     from burst_attention.tiles.vendor import CudnnKernel, FlashKernel
 
     kernel = {"cudnn": CudnnKernel, "flash": FlashKernel}[name]()
@@ -165,12 +165,20 @@ def whole_ms(case: TaxCase, name: str, repeat: int) -> tuple[float, float]:
     scale = case.head_dim**-0.5
     out, lse = kernel.attend(q, k, v, case.causal, scale)
     out, lse = out.contiguous(), lse.contiguous()
-    forward = median_ms(lambda: kernel.attend(q, k, v, case.causal, scale), repeat)
-    return forward, median_ms(lambda: kernel.gradients(dout, q, k, v, out, lse, case.causal, scale), repeat)
+    return {
+        "forward": lambda: kernel.attend(q, k, v, case.causal, scale),
+        "backward": lambda: kernel.gradients(dout, q, k, v, out, lse, case.causal, scale),
+    }
+
+
+def whole_ms(case: TaxCase, name: str, repeat: int) -> tuple[float, float]:
+    """Milliseconds of one whole attention by a vendor's kernel, forward and backward."""
+    calls = whole_calls(case, name)
+    return median_ms(calls["forward"], repeat), median_ms(calls["backward"], repeat)
 
 
 def tax_rows(cases: Sequence[TaxCase], repeat: int, ranks: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
-    """The ring tax of each case: blocks by reference with two coalesced and with none, and by device copies.
+    """The ring tax of each case in all variants.
 
     `ranks` narrows whom to time; the slowest of those is taken.
     """
@@ -180,11 +188,15 @@ def tax_rows(cases: Sequence[TaxCase], repeat: int, ranks: Sequence[int] | None 
         for name, (forward, backward) in timed.items():
             row |= {f"whole_{name}_forward_ms": forward, f"whole_{name}_backward_ms": backward}
         best = [min(whole[index] for whole in timed.values()) for index in (0, 1)]
-        for coalesce, copies in ((2, False), (1, False), (2, True)):
-            chosen = range(case.ranks) if ranks is None else [rank for rank in ranks if rank < case.ranks]
-            times = [rank_ms(case, rank, copies=copies, repeat=repeat, coalesce=coalesce) for rank in chosen]
+        chosen = range(case.ranks) if ranks is None else [rank for rank in ranks if rank < case.ranks]
+        for kernel, coalesce, copies in VARIANTS:
+            if kernel == "cudnn" and flash_name() != "FA2":
+                continue
+            options = {"kernel": kernel, "coalesce": coalesce}
+            times = [rank_ms(case, rank, copies=copies, repeat=repeat, **options) for rank in chosen]
             slowest = {name: max(found[name] for found in times) for name in times[0]}
             yield row | {
+                "kernel": kernel,
                 "coalesce": coalesce,
                 "copies": copies,
                 "ranks_timed": list(chosen),
@@ -219,21 +231,28 @@ TAX_CASES = (
     TaxCase(tokens_per_rank=4096),
     TaxCase(kv_heads=8),
     TaxCase(tokens_per_rank=4096, kv_heads=8),
+    TaxCase(ranks=2),
     TaxCase(ranks=4),
+    TaxCase(ranks=4, tokens_per_rank=16384),
+    TaxCase(tokens_per_rank=2048),
     TaxCase(ranks=16, tokens_per_rank=4096),
     TaxCase(causal=False, tokens_per_rank=4096),
+    TaxCase(causal=False, kv_heads=8),
 )
+VARIANTS = (("auto", 2, False), ("auto", 1, False), ("auto", 2, True), ("cudnn", 2, False))
+"""(kernel, blocks at once, copies); cuDNN by name only where no faster flash was activated."""
 RANKS_TIMED = (0, 2, 3, 7, 15)
 """The first, the last, and those whose coalesced blocks lie on both sides of the diagonal."""
 
 KINDS = {
-    "attention": ("flash", "sdpa", "cudnn"),
+    "attention's own passes": ("preprocess", "postprocess"),
+    "attention": ("flash", "sdpa", "cudnn", "hopper_"),
     "merge": ("_merge_kernel",),
     "sums and packing": ("_sum_kernel",),
     "stand-in and delta": ("_stand_in_kernel", "_delta_kernel"),
     "bench": ("distribution",),
 }
-"""What a device kernel's name says of its purpose; "bench" makes up blocks and does not count."""
+"""What a device kernel's name says of its purpose, the first that fits; "bench" makes up blocks and does not count."""
 
 
 def kind_of(kernel_name: str) -> str:
@@ -242,19 +261,31 @@ def kind_of(kernel_name: str) -> str:
 
 
 def breakdown_rows(case: TaxCase, rank: int, repeat: int = 3) -> Iterator[dict[str, Any]]:
-    """Where a rank's time on the device goes, by torch's profiler."""
-    calls = lone_calls(case, rank, copies=False, coalesce=2)
-    for phase, call in calls.items():
-        for _ in range(WARM_UPS):
+    """Where a rank's time on the device goes, by torch's profiler, and a whole attention's for each rank."""
+    name = "cudnn" if flash_name() == "FA2" else "flash"
+    whole = {phase: _microseconds(call, repeat) for phase, call in whole_calls(case, name).items()}
+    for phase, call in lone_calls(case, rank, copies=False, coalesce=2).items():
+        row = _case_fields(case) | {"suite": "gpu-breakdown", "flash": flash_name(), "phase": phase}
+        share = {kind: value / case.ranks for kind, value in whole[phase].items()}
+        yield row | {"what": f"whole, by {case.ranks}", "microseconds": _rounded(share)}
+        yield row | {"what": f"rank {rank}", "microseconds": _rounded(_microseconds(call, repeat))}
+
+
+def _microseconds(call: Callable[[], Any], repeat: int) -> dict[str, float]:
+    """Time on the device by purpose."""
+    for _ in range(WARM_UPS):
+        call()
+    with torch.profiler.profile() as profile:
+        for _ in range(repeat):
             call()
-        with torch.profiler.profile() as profile:
-            for _ in range(repeat):
-                call()
-            torch.cuda.synchronize()
-        spent: dict[str, float] = {}
-        for event in profile.key_averages():
-            if "CUDA" in str(event.device_type):
-                kind = kind_of(event.key)
-                spent[kind] = spent.get(kind, 0.0) + event.self_device_time_total / repeat
-        row = _case_fields(case) | {"suite": "gpu-breakdown", "flash": flash_name(), "rank": rank, "phase": phase}
-        yield row | {"microseconds": {kind: round(value) for kind, value in spent.items() if kind != "bench"}}
+        torch.cuda.synchronize()
+    spent: dict[str, float] = {}
+    for event in profile.key_averages():
+        if "CUDA" in str(event.device_type):
+            kind = kind_of(event.key)
+            spent[kind] = spent.get(kind, 0.0) + event.self_device_time_total / repeat
+    return {kind: value for kind, value in spent.items() if kind != "bench"}
+
+
+def _rounded(spent: dict[str, float]) -> dict[str, int]:
+    return {kind: round(value) for kind, value in spent.items()}

@@ -79,7 +79,7 @@ class ForwardWork:
             theirs = theirs._replace(acc=theirs.acc.to(mine.acc.dtype).mul_(theirs.total.unsqueeze(-1)))
         merge(mine.rows(first, first + theirs.acc.shape[2]), theirs)
 
-    def settle(self) -> None:
+    def settle(self, ends: bool) -> None:
         """Nothing waits: states that travel are merged at once."""
 
 
@@ -108,11 +108,11 @@ class BackwardWork:
         for name, part in arrived.items():
             (self.home if at_home else self.visiting)[name].add(first, part, borrowed=True)
 
-    def settle(self) -> None:
-        """Take in what waits in buffers that the next round will use again."""
+    def settle(self, ends: bool) -> None:
+        """Take in what waits in buffers that the next round will use again; when the phase ends there is none."""
         for total in self.visiting.values():
             total.settle()
-        for total in self.home.values():
+        for total in () if ends else self.home.values():
             total.settle(borrowed_only=True)
 
 
@@ -175,7 +175,7 @@ class PhaseRun:
         for transfer in step.receives:
             if transfer.channel == RESULT:
                 self._combine(transfer, step)
-        self.work.settle()
+        self.work.settle(ends=step is self.rounds[-1])
         if self.plan.results.fields and step.row_count:
             self._turn_over(step)
 

@@ -20,12 +20,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 COVER = matrix.pairwise_cover()
 MOST_LSE_ULP = 16
+LONE_KEY_GRADIENTS = ("dq", "dk")
+"""0 where every row sees one key: what is left is how two sums of the same D products, in fp32, differ."""
 
 
 def judge_on_gpu(problem: Problem, sharding: Sharding) -> None:
     torch.zeros(1, device="cuda")
     shards = run_ranks(lambda ring: run_rank(ring, problem, sharding, device="cuda"), sharding.ring_size, timeout=300)
     *findings, lse = judge(problem, gather(problem, sharding, shards), "cuda")
+    if problem.tokens == 1:
+        left = max(finding.largest for finding in findings if finding.name in LONE_KEY_GRADIENTS)
+        assert left <= problem.head_dim * torch.finfo(torch.float32).eps, left
+        findings = [finding for finding in findings if finding.name not in LONE_KEY_GRADIENTS]
     require_exact(problem, sharding, findings)
     assert lse.largest <= MOST_LSE_ULP, lse
 

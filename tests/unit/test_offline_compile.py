@@ -12,11 +12,12 @@ triton = pytest.importorskip("triton", reason="needs triton")
 INTEGERS = {"blocks_ptr": "*i32", "entries_ptr": "*i32"}
 
 
-def descriptor(rows: int, dim: int) -> str:
+def descriptor(rows: int, dim: int, dtype: str = "bf16") -> str:
     from triton.experimental.gluon import language as gl
 
-    layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], gl.bfloat16)
-    return f"tensordesc<bf16[1,1,{rows},{dim}],{layout!r}>"
+    element = {"bf16": gl.bfloat16, "fp32": gl.float32}[dtype]
+    layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], element)
+    return f"tensordesc<{dtype}[1,1,{rows},{dim}],{layout!r}>"
 
 
 def compiled(kernel: Any, source: Any, types: dict[str, str], constants: dict[str, Any], chip: int, warps: int) -> Any:
@@ -71,8 +72,9 @@ def test_the_hopper_backward_uses_the_chip() -> None:
 
     types = {"q_desc": descriptor(64, 128), "dout_desc": descriptor(64, 128)}
     types |= {"k_desc": descriptor(128, 128), "v_desc": descriptor(128, 128)}
+    types["dq_desc"] = descriptor(64, 64, "fp32")
     kernel = compiled(hopper_backward_kernel, GluonASTSource, types, {"D": 128, "STAGES": 3}, 90, 4)
-    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "red.", "setmaxnreg"):
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "setmaxnreg"):
         assert instruction in kernel.asm["ptx"], instruction
 
 

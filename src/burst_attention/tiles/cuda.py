@@ -14,6 +14,7 @@ from burst_attention.geometry import Piece, full_piece, unite_rows
 from burst_attention.merge import State
 from burst_attention.schedule import PhasePlan, Round
 from burst_attention.tiles.gpu import DeferringKernel
+from burst_attention.tiles.hopper import has_async_add, has_gluon
 from burst_attention.tiles.policy import Case, choose
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.split import FULL, split_piece
@@ -86,7 +87,7 @@ def case_of(phase: str, piece: Piece, q: Tensor, v: Tensor, scale: float) -> Cas
     capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(q.device)
     return Case(
         phase, kind, piece.q_count, piece.k_count, q.shape[3], v.shape[3], q.dtype, capability, active_flash(), scale,
-        torch.are_deterministic_algorithms_enabled(),
+        torch.are_deterministic_algorithms_enabled(), has_gluon() and has_async_add(),
     )  # fmt: skip
 
 

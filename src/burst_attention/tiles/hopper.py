@@ -35,6 +35,16 @@ def has_gluon() -> bool:
         return False
 
 
+@lru_cache(maxsize=1)
+def has_async_add() -> bool:
+    """Whether triton's builder knows the operation that hopper_backward.py adds dq with."""
+    try:
+        from triton._C.libtriton import gluon_ir, ir
+    except ImportError:
+        return False
+    return hasattr(gluon_ir.GluonOpBuilder, "create_async_tma_reduce") and hasattr(ir, "DESCRIPTOR_REDUCE_KIND")
+
+
 def serves_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     """Whether the Hopper forward can take these tensors; what it cannot goes to triton_forward.py."""
     return q.shape[3] in DIMS and v.shape[3] in DIMS and _served((q, k, v), scale)
@@ -45,7 +55,7 @@ def serves_backward(x: BackwardInputs, scale: float) -> bool:
 
     That is deterministic, so it also serves where torch was asked for deterministic algorithms.
     """
-    if torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled() or not has_async_add():
         return False
     return x.q.shape[3] == x.v.shape[3] == BACKWARD_DIM and _served((x.q, x.k, x.v, x.dout), scale)
 
@@ -64,13 +74,13 @@ def _loadable(x: Tensor) -> bool:
     return x.stride(3) == 1 and aligned and x.data_ptr() % ALIGNMENT == 0 and x.numel() > 0
 
 
-def _descriptor(x: Tensor, rows: int) -> object:
-    """For loads of (1, 1, rows, dim) of a (B, heads, rows, dim) tensor."""
+def _descriptor(x: Tensor, rows: int, dim: int | None = None) -> object:
+    """For loads of (1, 1, rows, dim), or all columns, of a (B, heads, rows, D) tensor."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    block = [1, 1, rows, x.shape[3]]
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    block = [1, 1, rows, dim or x.shape[3]]
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[x.dtype]
     # The stride of a single batch or head is never used, and must be aligned all the same.
     strides = [stride if size > 1 else x.shape[3] for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
     layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
@@ -121,8 +131,9 @@ def launch_hopper_backward(
     table = block_table(pieces, True, BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, x.q.device)
     start(hopper_backward_kernel[(len(table.blocks), x.k.shape[0] * x.k.shape[1])])(
         _descriptor(x.q, BACKWARD_BLOCK_Q), _descriptor(x.dout, BACKWARD_BLOCK_Q),
-        _descriptor(x.k, BACKWARD_BLOCK_K), _descriptor(x.v, BACKWARD_BLOCK_K), lse, delta, dq, dk, dv, *table,
-        *lse.stride(), *delta.stride(), *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
+        _descriptor(x.k, BACKWARD_BLOCK_K), _descriptor(x.v, BACKWARD_BLOCK_K),
+        _descriptor(dq, BACKWARD_BLOCK_Q, dq.shape[3] // 2), lse, delta, dk, dv, *table,
+        *lse.stride(), *delta.stride(), *dk.stride()[:3], *dv.stride()[:3],
         x.k.shape[1], x.q.shape[1] // x.k.shape[1], x.k.shape[2], scale,
         D=x.q.shape[3], STAGES=stages, num_warps=4,
     )  # fmt: skip

@@ -8,14 +8,17 @@ delta; two groups of four warps hold 64 keys each and keep their dk and dv in re
     scores = k q'    dweights = v dout'    dv += weights dout    dk += dscores q    dq += dscores' k
 
 For dq the two groups put their dscores side by side in shared memory, and each computes half of dq's columns over all
-128 keys. That half is added to memory atomically, in whatever order programs come, so the last bits of dq differ from
-run to run; triton_backward.py's do not.
+128 keys. That half is put in shared memory and added to the result from there by the copy engine, while the group goes
+on: atomically, in whatever order programs come, so the last bits of dq differ from run to run; triton_backward.py's do
+not.
 """
 
 from __future__ import annotations
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -123,13 +126,23 @@ def _publish(dscores, smem, full, PART: gl.constexpr):
     mbarrier.arrive(full)
 
 
+@builtin
+def _async_add(descriptor, coordinates, source, _semantic=None):
+    """Add a block in shared memory to memory, by the copy engine; what `tma.async_copy_shared_to_global` is to copying.
+
+    Gluon's builder has the operation, its language has no name for it yet.
+    """
+    places = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, places, source.handle)
+
+
 @gluon.jit
-def _add_queries(first_at, last, stride, part, PART: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Add to this group's columns of a block of dq, atomically: other programs add to them too."""
-    rows = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(1, LAYOUT))
-    d = PART * (D // 2) + gl.arange(0, D // 2, layout=gl.SliceLayout(0, LAYOUT))
-    at = first_at + rows.to(gl.int64)[:, None] * stride + d[None, :]
-    gl.atomic_add(at, part, mask=(rows < last)[:, None], sem="relaxed")
+def _add_queries(dq_desc, batch, head, row, part, smem, PART: gl.constexpr, D: gl.constexpr):
+    """Add to this group's columns of a block of dq; the memory it stands in is free again at the next call."""
+    tma.store_wait(0)
+    smem.reshape([BLOCK_Q, D // 2]).store(part)
+    fence_async_shared()
+    _async_add(dq_desc, [batch, head, row, PART * (D // 2)], smem)
 
 
 @gluon.jit
@@ -139,14 +152,14 @@ def _differentiate(
 ):  # fmt: skip
     """One group of four warps: 64 keys over every block of queries."""
     q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem, kv_full, q_full, q_empty = buffers
-    scores_smem, scores_full, scores_empty = exchange
-    dq_ptr, dk_ptr, dv_ptr, dq_strides, dk_strides, dv_strides = gradients
+    scores_smem, scores_full, scores_empty, dq_smem = exchange
+    dq_desc, dk_ptr, dv_ptr, dk_strides, dv_strides = gradients
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     KEY_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     QUERY_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, KEY_LAYOUT, 2)
     line = blocks_ptr + gl.program_id(0) * 3
-    batch, kv_head = (gl.program_id(1) // kv_heads).to(gl.int64), gl.program_id(1) % kv_heads
+    batch, kv_head = gl.program_id(1) // kv_heads, gl.program_id(1) % kv_heads
     keys = group_rows(line, PART, gl.SliceLayout(1, S_LAYOUT))
     k_all = k_smem.reshape([2 * GROUP_ROWS, D])
     k = k_all.slice(PART * GROUP_ROWS, GROUP_ROWS, dim=0)
@@ -158,22 +171,20 @@ def _differentiate(
     first, last = gl.load(line + 1), gl.load(line + 2)
     mbarrier.wait(kv_full, 0)
     count = 0
-    before_at, before_last = dq_ptr, 0
+    before_head, before_row = kv_head, 0
     for turn in range(groups * (last - first)):
-        head = (kv_head * groups + turn // (last - first)).to(gl.int64)
+        head = kv_head * groups + turn // (last - first)
         entry = entries_ptr + (first + turn % (last - first)) * FIELDS
         every_first, every_last, some_last, low, high = read_entry(entry, keys)
-        dq_base = dq_ptr + batch * dq_strides[0] + head * dq_strides[1]
         for start in range(gl.load(entry), some_last, BLOCK_Q):
             slot, phase = turn_of(count, STAGES)
             side, side_phase = turn_of(count, 2)
             mbarrier.wait(q_full.index(slot), phase)
             q = q_smem.index(slot).reshape([BLOCK_Q, D])
             dout = dout_smem.index(slot).reshape([BLOCK_Q, D])
-            masked = (start < every_first) | (start >= every_last)
             weights, operand, dweights = _weigh(
-                k, v, q, dout, lse_smem.index(slot), delta_smem.index(slot), masked, (low, high), start, scale,
-                S_LAYOUT, A_LAYOUT, DTYPE,
+                k, v, q, dout, lse_smem.index(slot), delta_smem.index(slot),
+                (start < every_first) | (start >= every_last), (low, high), start, scale, S_LAYOUT, A_LAYOUT, DTYPE,
             )  # fmt: skip
             dv = warpgroup_mma(operand, dout, dv, is_async=True)
             dscores = (weights * dweights).to(DTYPE)
@@ -188,22 +199,24 @@ def _differentiate(
             dq, dv, dk, operand, second = warpgroup_mma_wait(0, deps=[dq, dv, dk, operand, second])
             mbarrier.arrive(q_empty.index(slot))
             mbarrier.arrive(scores_empty.index(other), pred=count > 0)
-            _add_queries(before_at, before_last, dq_strides[2], dq * scale, PART, D, QUERY_LAYOUT)
-            before_at, before_last = dq_base + gl.cast(start, gl.int64) * dq_strides[2], some_last - start
+            if count > 0:
+                _add_queries(dq_desc, batch, before_head, before_row, dq * scale, dq_smem.index(PART), PART, D)
+            before_head, before_row = head, start
             count += 1
     other, other_phase = turn_of(count - 1, 2)
     mbarrier.wait(scores_full.index(other), other_phase)
     dq = warpgroup_mma(scores_smem.index(other).permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq])
-    _add_queries(before_at, before_last, dq_strides[2], dq * scale, PART, D, QUERY_LAYOUT)
+    _add_queries(dq_desc, batch, before_head, before_row, dq * scale, dq_smem.index(PART), PART, D)
     _add_rows(dk_ptr, dk_strides, line, kv_heads, k_rows, dk * scale, PART, D, KEY_LAYOUT)
     _add_rows(dv_ptr, dv_strides, line, kv_heads, k_rows, dv, PART, D, KEY_LAYOUT)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["kv_heads", "groups", "k_rows"])
 def hopper_backward_kernel(
-    q_desc, dout_desc, k_desc, v_desc, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr, blocks_ptr, entries_ptr,
-    lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row, dq_batch, dq_head, dq_row,
+    q_desc, dout_desc, k_desc, v_desc, dq_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, blocks_ptr, entries_ptr,
+    lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row,
     dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, groups, k_rows, scale,
     D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -218,6 +231,7 @@ def hopper_backward_kernel(
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], ROW_LAYOUT)
     SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * GROUP_ROWS, BLOCK_Q], DTYPE)
     scores_smem = gl.allocate_shared_memory(DTYPE, [2, 2 * GROUP_ROWS, BLOCK_Q], SCORES)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2, 1, 1, BLOCK_Q, D // 2], dq_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -233,10 +247,9 @@ def hopper_backward_kernel(
         mbarrier.init(scores_empty.index(side), count=2)
     buffers = (q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem, kv_full, q_full, q_empty)
     statistics = (lse_ptr, delta_ptr, (lse_batch, lse_head, lse_row), (delta_batch, delta_head, delta_row))
-    dq_strides, dk_strides = (dq_batch, dq_head, dq_row), (dk_batch, dk_head, dk_row)
-    gradients = (dq_ptr, dk_ptr, dv_ptr, dq_strides, dk_strides, (dv_batch, dv_head, dv_row))
+    gradients = (dq_desc, dk_ptr, dv_ptr, (dk_batch, dk_head, dk_row), (dv_batch, dv_head, dv_row))
     descriptors = (q_desc, dout_desc, k_desc, v_desc)
-    exchange = (scores_smem, scores_full, scores_empty)
+    exchange = (scores_smem, scores_full, scores_empty, dq_smem)
     # fmt: off
     gl.warp_specialize(
         [

@@ -30,6 +30,8 @@ class Case:
     scale: float = 1.0
     deterministic: bool = False
     """Whether torch was asked for deterministic algorithms."""
+    gluon: bool = True
+    """Whether triton has what our Hopper kernels are written in."""
 
     @property
     def steady(self) -> bool:
@@ -65,6 +67,12 @@ CHOICES = (
         "flash",
         lambda c: c.vendor and c.flash not in ("FA2", "") and c.head_dim == c.value_dim and c.head_dim in (64, 128),
         "an activated FlashAttention-3 or 4 was fastest on large tiles, forward and backward",
+    ),
+    Row(
+        "triton",
+        lambda c: c.phase == "backward" and c.gluon and c.half and c.capability == (9, 0) and c.scale > 0
+        and c.head_dim == c.value_dim == 128,
+        "our Hopper backward adds in place: in a ring faster than cuDNN's, which is followed by passes over gradients",
     ),
     Row(
         "cudnn",

@@ -60,10 +60,10 @@ class Accumulator:
             self.settle()
             self.tensor[:, head : head + part.shape[1], first : first + part.shape[2]].add_(part)
             return
-        self._waiting.append(Part(first, head, part))
-        self._borrows |= borrowed
         if len(self._waiting) == MAX_PARTIALS:
             self.settle()
+        self._waiting.append(Part(first, head, part))
+        self._borrows |= borrowed
 
     def settle(self, borrowed_only: bool = False) -> Tensor:
         """Take in what waits and return the tensor, ready to be added to; with `borrowed_only`, where it must be."""
