@@ -98,8 +98,8 @@ KERNELS = {("auto", "FA4"): "FA4", ("auto", "FA2"): "cuDNN, ours", ("cudnn", "FA
 
 def gpu_tax_table() -> list[str]:
     lines = [
-        "| W | S | mask | heads | kernels | blocks at once | receives | forward tax | backward tax | ms of the slowest rank "
-        "| whole, fastest, ms | host, ms | planned peak | GPU, torch, commit |",
+        "| W | S | mask | heads | kernels | blocks at once | receives | forward tax | backward tax "
+        "| ms of the slowest rank | whole, fastest, ms | host, ms | planned peak | GPU, torch, commit |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     keys = ("ranks", "tokens_per_rank", "causal", "kv_heads", "coalesce", "copies", "flash", "kernel")
@@ -110,7 +110,8 @@ def gpu_tax_table() -> list[str]:
         ]
         lines.append(
             f"| {row['ranks']} | {row['tokens_per_rank']} | {'causal, zigzag' if row['causal'] else 'full'} | "
-            f"{heads_of(row)} | {KERNELS[row['kernel'], row['flash']]} | {row['coalesce']} | {'copied' if row['copies'] else 'by reference'} | "
+            f"{heads_of(row)} | {KERNELS[row['kernel'], row['flash']]} | {row['coalesce']} | "
+            f"{'copied' if row['copies'] else 'by reference'} | "
             f"**{row['forward_tax']:.3f}** | **{row['backward_tax']:.3f}** | "
             f"{row['forward_ms']:.2f} / {row['backward_ms']:.2f} | {whole[0]:.1f} / {whole[1]:.1f} | "
             f"{row['forward_host_ms']:.1f} / {row['backward_host_ms']:.1f} | {row['planned_peak_gib']:.2f} GiB | "
@@ -129,8 +130,8 @@ def gpu_breakdown_table() -> list[str]:
         spent = row["microseconds"]
         cells = " | ".join(f"{spent.get(kind, 0):,}" for kind in kinds)
         lines.append(
-            f"| {row['tokens_per_rank']} | {KERNELS['auto', row['flash']]} | {row['phase']} | {row['what']} | {cells} | "
-            f"{sum(spent.values()):,} | {row['gpu']}, {row['torch']}, {row['commit']} |"
+            f"| {row['tokens_per_rank']} | {KERNELS['auto', row['flash']]} | {row['phase']} | {row['what']} | "
+            f"{cells} | {sum(spent.values()):,} | {row['gpu']}, {row['torch']}, {row['commit']} |"
         )
     return lines
 

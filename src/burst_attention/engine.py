@@ -134,6 +134,11 @@ class PhaseRun:
         # Backward's out belongs to home's queries and does not travel with visiting ones: delta stands for it.
         self.staying = {name: x for name, x in home.items() if name != "out" or plan.direction == "kv"}
         self.slots = [self._buffer(OPERAND, plan.operands, rows) for rows in plan.slot_rows(ring.rank)]
+        rows = plan.slot_rows(ring.rank)[0]
+        self.dense = {
+            field.name: home["q"].new_empty(field.batch * field.heads * rows, dtype=field.dtype)
+            for field in plan.operands.statistics
+        }
         computed, received = plan.result_slot_rows(ring.rank)
         precise = make_bundle(plan.results.names, plan.shapes)
         self.sent_as_computed = precise == plan.results
@@ -226,10 +231,18 @@ class PhaseRun:
         if not step.row_count:
             self._compute_home(step)
             return
-        visiting = self.slots[step.index % 2].fields(0, step.row_count)
+        visiting = self._densely(self.slots[step.index % 2].fields(0, step.row_count))
         if self.plan.results.fields:
             visiting |= self.computing.fields(0, step.row_count)
         self.work.compute(step.pieces, {**self.staying, **visiting}, visiting.keys())
+
+    def _densely(self, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Row statistics lie a whole row apart in a buffer, where loading them is slow: kernels get them in a row."""
+        for name, memory in self.dense.items():
+            scattered = fields[name]
+            fields[name] = memory[: scattered.numel()].view(scattered.shape)
+            self.work.kernel.copy(fields[name], scattered)
+        return fields
 
     def _compute_home(self, step: Round) -> None:
         if step.heads is None:

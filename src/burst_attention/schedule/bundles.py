@@ -108,6 +108,11 @@ class Bundle:
     def names(self) -> tuple[str, ...]:
         return tuple(field.name for field in self.fields)
 
+    @property
+    def statistics(self) -> tuple[Field, ...]:
+        """Its fields with one number per row and head."""
+        return tuple(field for field in self.fields if not field.dim)
+
 
 def make_bundle(names: tuple[str, ...], shapes: Shapes, wire_dtype: torch.dtype | None = None) -> Bundle:
     """Lay out named fields in a row. `wire_dtype` replaces the accumulators' dtype, never that of row statistics."""

@@ -35,6 +35,7 @@ def peak_bytes(plan: Plan, rank: int, workspace: Workspace) -> int:
 def phase_bytes(phase: PhasePlan, rank: int, workspace: Workspace) -> int:
     """Travelling buffers and the largest workspace of one phase."""
     operands = sum(phase.slot_rows(rank)) * phase.operands.row_bytes
+    operands += phase.slot_rows(rank)[0] * sum(field.row_bytes for field in phase.operands.statistics)
     computed, received = phase.result_slot_rows(rank)
     precise = make_bundle(phase.results.names, phase.shapes)
     results = computed * (precise.row_bytes + phase.results.row_bytes) + received * phase.results.row_bytes

@@ -126,14 +126,12 @@ def launch_hopper_backward(
     from burst_attention.tiles.hopper_backward import hopper_backward_kernel
 
     dq, dk, dv = gradients
-    # Of a visiting block they lie scattered, one number per token: loading them so costs an eighth of the rate.
-    lse, delta = x.lse.contiguous(), x.delta.contiguous()
     table = block_table(pieces, True, BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, x.q.device)
     start(hopper_backward_kernel[(len(table.blocks), x.k.shape[0] * x.k.shape[1])])(
         _descriptor(x.q, BACKWARD_BLOCK_Q), _descriptor(x.dout, BACKWARD_BLOCK_Q),
         _descriptor(x.k, BACKWARD_BLOCK_K), _descriptor(x.v, BACKWARD_BLOCK_K),
-        _descriptor(dq, BACKWARD_BLOCK_Q, dq.shape[3] // 2), lse, delta, dk, dv, *table,
-        *lse.stride(), *delta.stride(), *dk.stride()[:3], *dv.stride()[:3],
+        _descriptor(dq, BACKWARD_BLOCK_Q, dq.shape[3] // 2), x.lse, x.delta, dk, dv, *table,
+        *x.lse.stride(), *x.delta.stride(), *dk.stride()[:3], *dv.stride()[:3],
         x.k.shape[1], x.q.shape[1] // x.k.shape[1], x.k.shape[2], scale,
         D=x.q.shape[3], STAGES=stages, num_warps=4,
     )  # fmt: skip
