@@ -21,8 +21,7 @@ test-gpu: $(READY)
 
 # Needs NVIDIA's compute-sanitizer.
 sanitize: $(READY)
-	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m tests.gpu.small_cases
-	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m tests.gpu.small_cases
+	$(BIN)/python -m tests.gpu.sanitize
 
 lint: $(READY)
 	$(BIN)/ruff check .

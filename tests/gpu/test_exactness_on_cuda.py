@@ -1,7 +1,7 @@
 """The core's rule on one GPU: a pairwise cover of its matrix in bf16 and fp16, and the steady shapes of vendor kernels.
 
-lse is judged apart. Matrix units sum scores in fp32 whatever the kernel, so lse cannot hold 2 ulp of numbers near 1 as
-the CPU's fp64 sums do (docs/numerics.md); kernel="plain" on fp32 inputs is the exact road.
+lse has a wider limit here. Matrix units sum scores in fp32 whatever the kernel, so lse cannot hold 2 ulp of numbers
+near 1 as the CPU's fp64 sums do (docs/numerics.md); kernel="plain" on fp32 inputs is the exact road.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from tests.ring.matrix import problem_of, require_exact
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 COVER = matrix.pairwise_cover()
-MOST_LSE_ULP = 16
 LONE_KEY_GRADIENTS = ("dq", "dk")
 """0 where every row sees one key: what is left is how two sums of the same D products, in fp32, differ."""
 
@@ -27,13 +26,12 @@ LONE_KEY_GRADIENTS = ("dq", "dk")
 def judge_on_gpu(problem: Problem, sharding: Sharding) -> None:
     torch.zeros(1, device="cuda")
     shards = run_ranks(lambda ring: run_rank(ring, problem, sharding, device="cuda"), sharding.ring_size, timeout=300)
-    *findings, lse = judge(problem, gather(problem, sharding, shards), "cuda")
+    findings = judge(problem, gather(problem, sharding, shards), "cuda")
     if problem.tokens == 1:
         left = max(finding.largest for finding in findings if finding.name in LONE_KEY_GRADIENTS)
         assert left <= problem.head_dim * torch.finfo(torch.float32).eps, left
         findings = [finding for finding in findings if finding.name not in LONE_KEY_GRADIENTS]
     require_exact(problem, sharding, findings)
-    assert lse.largest <= MOST_LSE_ULP, lse
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
