@@ -161,15 +161,22 @@ def gpu_tiles_table() -> list[str]:
 
 def gpu_forward_table() -> list[str]:
     lines = [
-        "| queries x keys | ours | cuDNN | ratio | ours with the state carried | which costs | GPU, torch, commit |",
-        "|---|---|---|---|---|---|---|",
+        "| queries x keys | forward: ours, cuDNN, ratio | ours with the state carried, which costs "
+        "| backward: ours, cuDNN, ratio | GPU, torch, commit |",
+        "|---|---|---|---|---|",
     ]
-    for row in latest(of_suite("gpu-forward"), "rows", "cols", "causal"):
-        plain, carried, cudnn = (row[f"{name}_tflops"] for name in ("plain", "carried", "cudnn"))
+    found = {(row["rows"], row["cols"], row["causal"], row["kernel"]): row for row in of_suite("gpu-tiles")}
+    for rows, cols, causal in dict.fromkeys(key[:3] for key in found):
+        ours, cudnn = (found[rows, cols, causal, kernel] for kernel in ("triton", "cudnn"))
+        forward, backward = (
+            f"{ours[key]:.0f}, {cudnn[key]:.0f}, **{ours[key] / cudnn[key]:.2f}**"
+            for key in ("plain_forward_tflops", "backward_tflops")
+        )
+        carried = ours["forward_tflops"]
         lines.append(
-            f"| {row['rows']} x {row['cols']}{', causal' if row['causal'] else ''} | {plain:.0f} | {cudnn:.0f} | "
-            f"**{plain / cudnn:.2f}** | {carried:.0f} | {plain / carried - 1:.1%} | "
-            f"{row['gpu']}, {row['torch']}, {row['commit']} |"
+            f"| {rows} x {cols}{', causal' if causal else ''} | {forward} | {carried:.0f}, "
+            f"{ours['plain_forward_tflops'] / carried - 1:.1%} | {backward} | "
+            f"{ours['gpu']}, {ours['torch']}, {ours['commit']} |"
         )
     return lines
 

@@ -1,9 +1,9 @@
 """Our GPU kernels under NVIDIA's compute-sanitizer: `make sanitize`.
 
-racecheck does not follow the handshake by which warp_specialize, in code that the compiler makes, starts its groups of
-warps and ends them: it reports a read of the groups' number against the write of it, also for a kernel that touches no
-shared memory (EMPTY, run as a control). Such reports are counted and left out. They are told by their lines: both ends
-at the kernel's head or at its call of warp_specialize, where our own code reads and writes nothing.
+In kernels whose groups of warps differ (warp_specialize) racecheck reports races in the handshake that the compiler
+makes to start and end them: the read of a task's number against the write of it. Those are counted apart and do not
+fail this check. They are told by their lines: both ends at the kernel's head or at its call of warp_specialize, where
+our own code reads and writes nothing. EMPTY is a control, whose groups do nothing with shared memory.
 """
 
 from __future__ import annotations
