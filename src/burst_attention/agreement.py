@@ -42,7 +42,10 @@ class LocalCall:
     def record(self) -> dict[str, Any]:
         """The fixed fields that cross the control channel."""
         shapes, options = self.shapes, self.options
-        names = {"kernel": "kernel", "wire_dtype": "wire_dtype", "return_lse": "returns_lse", "coalesce": "coalesce"}
+        names = {
+            "kernel": "kernel", "wire_dtype": "wire_dtype", "return_lse": "returns_lse", "coalesce": "coalesce",
+            "ranks per host": "per_host",
+        }  # fmt: skip
         rest = " ".join(f"{name}={getattr(options, field)}" for name, field in names.items())
         return {
             "phase": self.phase,

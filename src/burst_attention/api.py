@@ -12,7 +12,7 @@ from burst_attention.agreement import refuse
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask, full
 from burst_attention.ops import forward_op
-from burst_attention.options import Options, make_options, resolve_layout
+from burst_attention.options import TOPOLOGIES, Options, make_options, resolve_layout
 from burst_attention.ring import Ring
 from burst_attention.schedule import Plan, Shapes, build_plan
 from burst_attention.tiles import TileRequest, pick_kernel
@@ -63,6 +63,7 @@ def burst_attention(
     return_lse: bool = False,
     check: str = "always",
     coalesce: int | str = "auto",
+    topology: str = "auto",
     **refused: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention over a sequence that is spread over the ranks of a ring.
@@ -91,6 +92,9 @@ def burst_attention(
             but as RingError, and the ring is lost.
         coalesce: how many visiting blocks are computed as one; each more is one more shard in flight and in memory, and
             larger pieces for the kernel. "auto" is 2 on a GPU, 1 elsewhere.
+        topology: "double" is a ring between hosts and one inside each: what goes to another host has the time of a
+            whole turn inside. "flat" is one ring of all ranks. "auto" is double where the ring's hosts have several
+            ranks each, as many on every host, numbered host by host.
 
     Returns:
         out (B, H, S, E) in q's dtype, or (out, lse). A row with no allowed key gives 0 and -inf.
@@ -122,6 +126,7 @@ def burst_attention(
             needs=needs,
             returns_lse=return_lse,
             coalesce=coalesce,
+            per_host=per_host_of(ring, topology),
             device_type=q.device.type,
         )
         _require_shards(q, k, v, options, mask, ring)
@@ -152,6 +157,7 @@ def plan(
     kernel: str = "auto",
     return_lse: bool = False,
     coalesce: int | str = "auto",
+    ranks_per_host: int = 1,
     device: str = "cpu",
 ) -> Plan:
     """The plan that a call with these shapes would run, on every rank; needs no process group.
@@ -159,7 +165,14 @@ def plan(
     Print it, or ask `.bytes_sent(rank, phase)`, `.flops(rank, phase)`, `.peak_bytes(rank)`, `.imbalance` and
     `.direction(phase)`. `requires_grad` are the letters of "qkv" that want gradients; `device`, "cpu" or "cuda", is the
     tensors'; with `kernel` and `return_lse`, as the call takes them, it decides whose workspace counts as memory.
+    With several `ranks_per_host` it is a double ring's.
     """
+    if isinstance(ranks_per_host, bool) or not isinstance(ranks_per_host, int) or ranks_per_host < 1:
+        raise ValueError(f"ranks_per_host must be a whole number of at least 1, got {ranks_per_host!r}")
+    if ring_size % ranks_per_host:
+        raise ValueError(
+            f"ring_size {ring_size} is no multiple of ranks_per_host {ranks_per_host}; hosts must be alike"
+        )
     kv_heads = heads if kv_heads is None else kv_heads
     shapes = Shapes(batch, heads, kv_heads, head_dim, head_dim if value_dim is None else value_dim, dtype)
     for name in ("batch", "heads", "kv_heads", "head_dim", "value_dim"):
@@ -174,7 +187,7 @@ def plan(
     options = make_options(
         mask=mask, layout=layout, key_layout=key_layout, scale=None, head_dim=head_dim, direction=direction,
         forward_direction=forward_direction, wire_dtype=wire_dtype, kernel="auto", check="always", needs=needs,
-        returns_lse=return_lse, coalesce=coalesce, device_type=device,
+        returns_lse=return_lse, coalesce=coalesce, per_host=ranks_per_host, device_type=device,
     )  # fmt: skip
     query_layout = resolve_layout(options.layout, tokens, ring_size)
     if options.key_layout is None and key_tokens not in (None, tokens) and isinstance(layout, Layout):
@@ -186,10 +199,25 @@ def plan(
             raise ValueError(f"{name} {given} differs from the layout's {found.tokens} ({found})")
     built = build_plan(
         mask or full(), query_layout, keys_layout, shapes, forward_direction, direction, wire_dtype, needs,
-        options.coalesce,
+        options.coalesce, options.per_host,
     )  # fmt: skip
     tiles = pick_kernel(kernel, TileRequest(device, dtype, shapes.head_dim, shapes.value_dim, return_lse))
     return replace(built, workspace=tiles.workspace_bytes)
+
+
+def per_host_of(ring: Ring, topology: str) -> int:
+    """Ranks per host of the double ring that a call asks for; 1 for a flat ring."""
+    if topology not in TOPOLOGIES:
+        raise ValueError(f"topology must be one of {', '.join(map(repr, TOPOLOGIES))}, got {topology!r}")
+    if topology == "flat":
+        return 1
+    try:
+        per_host = ring.ranks_per_host()
+    except ValueError:
+        if topology == "double":
+            raise
+        return 1
+    return 1 if per_host == ring.size else per_host
 
 
 def _refuse_arguments(arguments: dict[str, Any]) -> None:

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from burst_attention.geometry import Piece, Rows, count_rows, row_offset
 from burst_attention.merge import State, clear, merge, normalised
-from burst_attention.ring import Parcel, Ring, TraceEvent
+from burst_attention.ring import Parcel, Pending, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer, make_bundle
 from burst_attention.schedule.bundles import KEY_SIDE, Heads
 from burst_attention.schedule.plan import OPERAND, RESULT
 from burst_attention.tiles import GRADIENTS, Accumulator, BackwardInputs, Gradients, TileKernel
 
-CHANNELS = {OPERAND: 0, RESULT: 1}
+CHANNELS = {(OPERAND, False): 0, (RESULT, False): 1, (OPERAND, True): 2, (RESULT, True): 3}
+"""By what travels, and whether it may take more than a round: each has an order of its own."""
 
 
 class RowBuffer:
@@ -70,7 +71,8 @@ class ForwardWork:
         if "acc" in visiting:
             state = state_of(x)
             clear(state)
-        self.kernel.forward(pieces, x["q"], x["k"], x["v"], state, self.scale)
+        if pieces:
+            self.kernel.forward(pieces, x["q"], x["k"], x["v"], state, self.scale)
 
     def combine(self, first: int, arrived: Mapping[str, Tensor], at_home: bool, visiting: Mapping[str, Tensor]) -> None:
         """Merge a partial state that has arrived, from row `first` on."""
@@ -101,6 +103,8 @@ class BackwardWork:
         begun = (name for name in GRADIENTS if name in visiting)
         self.visiting = {name: Accumulator(x[name], self.kernel.sum_parts) for name in begun}
         here = {**self.home, **self.visiting}
+        if not pieces:
+            return
         self.kernel.backward(pieces, inputs, Gradients(*(here.get(name) for name in GRADIENTS)), self.scale)
 
     def combine(self, first: int, arrived: Mapping[str, Tensor], at_home: bool, visiting: Mapping[str, Tensor]) -> None:
@@ -131,21 +135,31 @@ class PhaseRun:
     ) -> None:
         self.plan, self.ring, self.home, self.work = plan, ring, home, work
         self.rounds = plan.rounds[ring.rank]
+        self.results_due: dict[int, list[Transfer]] = {}
+        for transfer in (t for step in self.rounds for t in step.receives if t.channel == RESULT):
+            self.results_due.setdefault(transfer.due, []).append(transfer)
         # Backward's out belongs to home's queries and does not travel with visiting ones: delta stands for it.
         self.staying = {name: x for name, x in home.items() if name != "out" or plan.direction == "kv"}
         self.slots = [self._buffer(OPERAND, plan.operands, rows) for rows in plan.slot_rows(ring.rank)]
-        rows = plan.slot_rows(ring.rank)[0]
+        rows = max(plan.slot_rows(ring.rank))
         self.dense = {
             field.name: home["q"].new_empty(field.batch * field.heads * rows, dtype=field.dtype)
             for field in plan.operands.statistics
         }
-        computed, received = plan.result_slot_rows(ring.rank)
+        if plan.topology.per_host > 1:
+            ring.open_lanes()
+        results = plan.result_slot_rows(ring.rank)
         precise = make_bundle(plan.results.names, plan.shapes)
         self.sent_as_computed = precise == plan.results
-        self.computing = self._buffer(RESULT, precise, computed)
-        # Where results travel as they are computed, these two change places every round.
-        self.sending = self._buffer(RESULT, plan.results, computed)
-        self.receiving = self._buffer(RESULT, plan.results, received)
+        self.computing = self._buffer(RESULT, precise, results.computed)
+        # Where results travel as they are computed, these change places with it: one round, or a whole turn, later.
+        self.sending = self._buffer(RESULT, plan.results, results.computed)
+        self.held = self._buffer(RESULT, plan.results, results.held)
+        self.outgoing = self.sending
+        self.receiving = self._buffer(RESULT, plan.results, results.received)
+        self.receiving_long = self._buffer(RESULT, plan.results, results.received_long)
+        self.under_way: list[tuple[int, Pending]] = []
+        """Transfers posted and not waited for, with the round they are due in."""
 
     def _buffer(self, channel: str, bundle: Bundle, rows: int) -> RowBuffer:
         what = f"{self.plan.phase} {channel}"
@@ -164,28 +178,39 @@ class PhaseRun:
             raise
 
     def _round(self, step: Round) -> None:
-        where = f"{self.plan.phase} round {step.index}"
-        packed = self._pack_home(step)
-        sends = [self._parcel(t.target, t, self._outgoing(t, step, packed)) for t in step.sends]
-        receives = [self._parcel(t.source, t, self._incoming(t, step)) for t in step.receives]
-        pending = self.ring.post(sends, receives, where)
+        self._post(step)
         started = time.perf_counter()
         self._compute_round(step)
         computed = time.perf_counter()
-        self.ring.wait(pending)
+        for due, pending in self.under_way:
+            if due == step.index:
+                self.ring.wait(pending)
+        self.under_way = [entry for entry in self.under_way if entry[0] > step.index]
         if self.ring.trace is not None:
             times = computed - started, time.perf_counter() - computed
             blocks = tuple(visit.block for visit in step.visits)
             self.ring.trace.append(TraceEvent(self.plan.phase, step.index, blocks, started, *times))
-        for transfer in step.receives:
-            if transfer.channel == RESULT:
-                self._combine(transfer, step)
+        for transfer in self.results_due.get(step.index, ()):
+            self._combine(transfer, step)
         self.work.settle(ends=step is self.rounds[-1])
-        if self.plan.results.fields and step.row_count:
+        if self.plan.results.fields and self._sends_results(step):
             self._turn_over(step)
 
+    def _post(self, step: Round) -> None:
+        """Post the round's transfers, those that are due together as one."""
+        where = f"{self.plan.phase} round {step.index}"
+        packed = self._pack_home(step)
+        for due in sorted({t.due for t in (*step.sends, *step.receives)}):
+            sends = [self._parcel(t.target, t, self._outgoing(t, step, packed)) for t in step.sends if t.due == due]
+            receives = [self._parcel(t.source, t, self._incoming(t, step)) for t in step.receives if t.due == due]
+            self.under_way.append((due, self.ring.post(sends, receives, where)))
+
+    def _sends_results(self, step: Round) -> bool:
+        return 0 < step.index <= self.plan.topology.visiting_rounds and step.row_count > 0
+
     def _parcel(self, peer: int, transfer: Transfer, tensor: Tensor) -> Parcel:
-        return Parcel(peer, CHANNELS[transfer.channel], tensor, f"{transfer.channel} block {transfer.block}")
+        what = f"{transfer.channel} block {transfer.block}"
+        return Parcel(peer, CHANNELS[transfer.channel, transfer.spans], tensor, what)
 
     def _pack_home(self, step: Round) -> Rows:
         """Pack the rows of its own block that this rank sends now, once whoever gets them, and say which."""
@@ -199,39 +224,46 @@ class PhaseRun:
         return rows
 
     def _packing(self, step: Round) -> RowBuffer:
-        return self.slots[0 if step.index == 0 else 2]
+        return self.slots[self.plan.packing_slot(step.index)]
 
     def _outgoing(self, transfer: Transfer, step: Round, packed: Rows) -> Tensor:
         first = transfer.rows[0][0]
         if transfer.channel == RESULT:
             start = self.rounds[step.index - 1].offset(transfer.block, first)
-            return self.sending.part(start, transfer.row_count)
+            return self.outgoing.part(start, transfer.row_count)
         if transfer.block != self.ring.rank:
-            return self.slots[step.index % 2].part(step.offset(transfer.block, first), transfer.row_count)
+            slot = self.slots[self.plan.slot_of(step.index)]
+            return slot.part(step.offset(transfer.block, first), transfer.row_count)
         return self._packing(step).part(row_offset(packed, first), transfer.row_count)
 
     def _incoming(self, transfer: Transfer, step: Round) -> Tensor:
         if transfer.channel == RESULT:
-            return self.receiving.part(self._arrival(transfer, step), transfer.row_count)
-        start = self.rounds[step.index + 1].offset(transfer.block, transfer.rows[0][0])
-        return self.slots[(step.index + 1) % 2].part(start, transfer.row_count)
+            return self._receiving(transfer).part(self._arrival(transfer, step), transfer.row_count)
+        used = transfer.due + 1
+        start = self.rounds[used].offset(transfer.block, transfer.rows[0][0])
+        return self.slots[self.plan.slot_of(used)].part(start, transfer.row_count)
+
+    def _receiving(self, transfer: Transfer) -> RowBuffer:
+        return self.receiving_long if transfer.spans else self.receiving
 
     def _arrival(self, transfer: Transfer, step: Round) -> int:
-        """The first row of a result in the buffer that all results of a round are received into."""
+        """The first row of a result in the buffer that results of the round it is posted in are received into."""
         start = 0
         for other in step.receives:
             if other == transfer:
                 break
-            start += other.row_count * (other.channel == RESULT)
+            start += other.row_count * (other.channel == RESULT and other.spans == transfer.spans)
         return start
 
     def _compute_round(self, step: Round) -> None:
-        if not step.pieces:
-            return
         if not step.row_count:
-            self._compute_home(step)
+            if step.pieces:
+                self._compute_home(step)
             return
-        visiting = self._densely(self.slots[step.index % 2].fields(0, step.row_count))
+        if not step.pieces and not self.plan.results.fields:
+            # It only passes through.
+            return
+        visiting = self._densely(self.slots[self.plan.slot_of(step.index)].fields(0, step.row_count))
         if self.plan.results.fields:
             visiting |= self.computing.fields(0, step.row_count)
         self.work.compute(step.pieces, {**self.staying, **visiting}, visiting.keys())
@@ -255,7 +287,8 @@ class PhaseRun:
 
     def _combine(self, transfer: Transfer, step: Round) -> None:
         """Add results that have arrived: to home's own, or to those just computed for the same block."""
-        arrived = self.receiving.fields(self._arrival(transfer, step), transfer.row_count)
+        begin = self._arrival(transfer, self.rounds[transfer.round])
+        arrived = self._receiving(transfer).fields(begin, transfer.row_count)
         at_home = transfer.block == self.ring.rank
         visiting = {} if at_home else self.computing.fields(0, step.row_count)
         offset = 0
@@ -266,11 +299,17 @@ class PhaseRun:
             offset += last - first
 
     def _turn_over(self, step: Round) -> None:
-        """What was computed, with what arrived for it, is sent in the next round."""
+        """What was computed, with what arrived for it, is sent in the next round, or from there on for a turn."""
+        ends_turn = (step.index + 1) % self.plan.topology.per_host == 0
+        name = "held" if ends_turn and self.plan.topology.per_host > 1 else "sending"
         if self.sent_as_computed:
-            self.computing, self.sending = self.sending, self.computing
-            return
-        views = self.computing.fields(0, step.row_count)
-        for name, view in self.sending.fields(0, step.row_count).items():
-            # acc is a sum of as many values as there are keys, which another dtype might not hold: it travels as out.
-            view.copy_(normalised(state_of(views)) if name == "acc" else views[name])
+            filled = self.computing
+            self.computing = getattr(self, name)
+            setattr(self, name, filled)
+        else:
+            views = self.computing.fields(0, step.row_count)
+            for field, view in getattr(self, name).fields(0, step.row_count).items():
+                # acc is a sum of as many values as there are keys, which another dtype might not hold: it travels as
+                # out.
+                view.copy_(normalised(state_of(views)) if field == "acc" else views[field])
+        self.outgoing = getattr(self, name)

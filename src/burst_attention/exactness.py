@@ -59,6 +59,8 @@ class Sharding:
     layout: str
     forward_direction: str = "auto"
     direction: str = "auto"
+    per_host: int = 1
+    """Ranks that share a host in a double ring; 1 is a flat ring."""
 
     def layout_for(self, problem: Problem) -> Layout:
         if self.layout == "balanced":
@@ -66,7 +68,8 @@ class Sharding:
         return Layout(self.layout, problem.tokens, self.ring_size)
 
     def __str__(self) -> str:
-        return f"W{self.ring_size}-{self.layout}-{self.forward_direction}-{self.direction}"
+        ring = f"{self.ring_size // self.per_host}x{self.per_host}" if self.per_host > 1 else f"W{self.ring_size}"
+        return f"{ring}-{self.layout}-{self.forward_direction}-{self.direction}"
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,8 @@ def prepare(
     layout, key_layout = options.layouts(*agree(ring, call))
     wire_dtype = WIRE_DTYPES[options.wire_dtype] if options.wire_dtype else None
     sides = options.forward_direction, options.direction
-    plan = build_plan(mask, layout, key_layout, shapes, *sides, wire_dtype, needs, options.coalesce)
+    ways = options.coalesce, options.per_host
+    plan = build_plan(mask, layout, key_layout, shapes, *sides, wire_dtype, needs, *ways)
     request = TileRequest(q.device.type, q.dtype, shapes.head_dim, shapes.value_dim, options.returns_lse, options.scale)
     kernel = pick_kernel(options.kernel, request)
     require_served(kernel, plan)

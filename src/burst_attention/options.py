@@ -16,6 +16,7 @@ from burst_attention.layout import LAYOUT_NAMES, Layout
 from burst_attention.mask import Mask, full, parse_mask
 
 CHECKS = ("always", "first", "off")
+TOPOLOGIES = ("auto", "flat", "double")
 SIDES = ("auto", "kv", "query")
 GPU_COALESCE = 2
 """Blocks computed as one on a GPU, where small tiles are slow and partials cost a pass over memory each."""
@@ -41,6 +42,8 @@ class Options:
     needs: str
     returns_lse: bool
     coalesce: int
+    per_host: int
+    """Ranks that share a host in a double ring; 1 is a flat ring."""
 
     def __str__(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -88,6 +91,7 @@ def make_options(
     needs: str,
     returns_lse: bool,
     coalesce: int | str,
+    per_host: int,
     device_type: str,
 ) -> Options:
     """Check every option and write it as text; ValueError names the value, the rule and the remedy."""
@@ -117,7 +121,8 @@ def make_options(
         check=check,
         needs=needs,
         returns_lse=returns_lse,
-        coalesce=_coalesce(coalesce, device_type),
+        coalesce=_coalesce(coalesce, device_type, per_host),
+        per_host=per_host,
     )
 
 
@@ -157,11 +162,13 @@ def _scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def _coalesce(coalesce: int | str, device_type: str) -> int:
+def _coalesce(coalesce: int | str, device_type: str, per_host: int) -> int:
     if coalesce == "auto":
-        return GPU_COALESCE if device_type == "cuda" else 1
+        return GPU_COALESCE if device_type == "cuda" and per_host == 1 else 1
     if isinstance(coalesce, bool) or not isinstance(coalesce, int) or not 1 <= coalesce <= MOST_COALESCED:
         raise ValueError(f"coalesce must be 'auto' or a whole number from 1 to {MOST_COALESCED}, got {coalesce!r}")
+    if coalesce > 1 and per_host > 1:
+        raise ValueError(f"coalesce={coalesce} needs topology='flat'; a double ring computes one block a round")
     return coalesce
 
 

@@ -3,47 +3,91 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+INSIDE, BETWEEN = "inside", "between"
+"""Links inside a host, and between hosts."""
+
+
+class Stop(NamedTuple):
+    """A place on a block's way: a host, by its distance from the block's own, and the turn of a rank there."""
+
+    distance: int
+    inner: int
 
 
 @dataclass(frozen=True)
-class FlatRing:
-    """One ring of all ranks. With step +1 block b visits b + 1, b + 2, ...; with step -1 it visits b - 1, b - 2, ...
+class DoubleRing:
+    """A ring between hosts, and in each host a ring of its ranks; with one rank per host it is a flat ring.
 
-    A rank's **distance** from a block's home counts those hops. In one round a rank computes with `coalesce` blocks, of
-    neighbouring distances, and each block goes on to the rank that is `coalesce` further. So with coalesce = 2:
+    Ranks are numbered host by host. A block goes from host to host, up with step +1 and down with step -1; at each host
+    it makes one **turn** over the ranks there, one a round. Its transfer to the next host begins with the turn and may
+    take the whole of it. With two hosts of three ranks, block 0 is computed with
+
+        round    0      1      2        3      4      5
+        rank     0      1      2        3      4      5
+                 home's turn            another host's turn
+
+    A flat ring may compute with `coalesce` blocks in one round, of neighbouring distances: each then goes on to the
+    rank that is `coalesce` further.
 
         round      0      1       2       3
         distance   home   1, 2    3, 4    5, 6    ...
     """
 
     size: int
+    per_host: int = 1
     step: int = 1
     coalesce: int = 1
 
-    def visitor(self, block: int, distance: int) -> int:
-        """The rank at this distance from a block's home."""
-        return (block + self.step * distance) % self.size
+    def __post_init__(self) -> None:
+        if self.size % self.per_host:
+            raise ValueError(f"{self.size} ranks cannot be {self.per_host} on every host")
+        if self.per_host > 1 and self.coalesce > 1:
+            raise ValueError(f"coalesce={self.coalesce} needs a flat ring; a double ring computes one block a round")
 
-    def visiting(self, rank: int, distance: int) -> int:
-        """The block whose home is at this distance from a rank."""
-        return (rank - self.step * distance) % self.size
+    @property
+    def hosts(self) -> int:
+        return self.size // self.per_host
+
+    def rank_at(self, block: int, stop: Stop) -> int:
+        """The rank that a block visits at a stop."""
+        host, local = divmod(block, self.per_host)
+        host = (host + self.step * stop.distance) % self.hosts
+        return host * self.per_host + (local + stop.inner) % self.per_host
+
+    def block_at(self, rank: int, stop: Stop) -> int:
+        """The block that visits a rank at a stop."""
+        host, local = divmod(rank, self.per_host)
+        host = (host - self.step * stop.distance) % self.hosts
+        return host * self.per_host + (local - stop.inner) % self.per_host
+
+    @property
+    def turns(self) -> int:
+        """Turns of all ranks of a host: home's, and those of other hosts' blocks."""
+        return 1 - (-(self.hosts - 1) // self.coalesce)
 
     @property
     def visiting_rounds(self) -> int:
         """Rounds after the first in which ranks compute with blocks of others."""
-        return -(-(self.size - 1) // self.coalesce)
+        return self.turns * self.per_host - 1
 
-    def distances(self, round_index: int) -> range:
-        """The distances that are computed in a round; round 0 is home."""
-        if round_index == 0:
+    def distances(self, turn: int) -> range:
+        """The distances of the hosts whose blocks are computed with in a turn; turn 0 is home's."""
+        if turn == 0:
             return range(1)
-        first = self.coalesce * (round_index - 1) + 1
-        return range(first, min(first + self.coalesce, self.size))
+        first = self.coalesce * (turn - 1) + 1
+        return range(first, min(first + self.coalesce, self.hosts))
 
-    def round_of(self, distance: int) -> int:
-        """The round in which a block is computed with at this distance."""
-        return -(-distance // self.coalesce)
+    def stops(self, round_index: int) -> list[Stop]:
+        """The stops that are computed in a round."""
+        turn, inner = divmod(round_index, self.per_host)
+        return [Stop(distance, inner) for distance in self.distances(turn)]
+
+    def first_round(self, distance: int) -> int:
+        """The round in which the turn at a distance begins."""
+        return -(-distance // self.coalesce) * self.per_host
 
     def link(self, source: int, target: int) -> str:
-        """The kind of link between two ranks; a flat ring knows one kind."""
-        return "ring"
+        """The kind of link between two ranks."""
+        return INSIDE if source // self.per_host == target // self.per_host else BETWEEN

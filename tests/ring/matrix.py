@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -96,7 +97,9 @@ def problem_of(mask: str, heads: str, dtype: str, tokens: int, seed: int = 0) ->
 
 def run_cell(problem: Problem, sharding: Sharding) -> list[Finding]:
     """Run one cell on threads and judge it."""
-    shards = run_ranks(lambda ring: run_rank(ring, problem, sharding), sharding.ring_size, timeout=120)
+    per_host = sharding.per_host if sharding.per_host > 1 else None
+    body = partial(run_rank, problem=problem, sharding=sharding)
+    shards = run_ranks(body, sharding.ring_size, timeout=120, ranks_per_host=per_host)
     return judge(problem, gather(problem, sharding, shards))
 
 

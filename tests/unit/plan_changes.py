@@ -68,3 +68,8 @@ def as_rows(rows: list[int]) -> Rows:
 
 def fewer(transfer: Transfer) -> Transfer:
     return part(transfer, None, -1)
+
+
+def later(transfer: Transfer, rounds: int) -> Transfer:
+    """The transfer some rounds later, or earlier."""
+    return replace(transfer, round=transfer.round + rounds, due=transfer.due + rounds)

@@ -19,13 +19,14 @@ COALESCE = (1, 2, 3)
 
 
 class Case(NamedTuple):
-    """Layouts of queries and keys, a mask, the pairs it allows by global positions, and blocks per round."""
+    """Layouts of queries and keys, a mask, the pairs it allows by global positions, and the ring."""
 
     mask: Mask
     allowed: Dense
     layout: Layout
     key_layout: Layout
     coalesce: int
+    per_host: int = 1
 
     def plan(self, direction: str, requires_grad: str = "qkv") -> Plan:
         return plan(
@@ -40,6 +41,7 @@ class Case(NamedTuple):
             forward_direction=direction,
             requires_grad=requires_grad,
             coalesce=self.coalesce,
+            ranks_per_host=self.per_host,
         )
 
 

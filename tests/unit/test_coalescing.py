@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from burst_attention import Mask, Plan, causal, full, plan
 from burst_attention.geometry import Piece, full_piece
 from burst_attention.schedule import PhasePlan, simulate
-from burst_attention.topology import FlatRing
+from burst_attention.topology import DoubleRing, Stop
 from tests.unit.oracle import piece_table
 from tests.unit.plan_steps import (
     COALESCE,
@@ -58,14 +58,15 @@ def test_rounds_are_home_then_groups_of_blocks_then_home_where_results_return(ri
 def test_every_distance_has_one_round_and_every_pair_of_ranks_one_distance(
     ring_size: int, coalesce: int, way: int
 ) -> None:
-    ring = FlatRing(ring_size, way, coalesce)
+    ring = DoubleRing(ring_size, 1, way, coalesce)
     assert list(ring.distances(0)) == [0]
     listed = [(d, index) for index in range(1, ring.visiting_rounds + 1) for d in ring.distances(index)]
     assert [d for d, _ in listed] == list(range(1, ring_size))
-    assert all(ring.round_of(d) == index for d, index in listed)
+    assert all(ring.first_round(d) == index for d, index in listed)
     for block in range(ring_size):
-        assert sorted(ring.visitor(block, d) for d in range(ring_size)) == list(range(ring_size))
-        assert all(ring.visiting(ring.visitor(block, d), d) == block for d in range(ring_size))
+        stops = [Stop(d, 0) for d in range(ring_size)]
+        assert sorted(ring.rank_at(block, stop) for stop in stops) == list(range(ring_size))
+        assert all(ring.block_at(ring.rank_at(block, stop), stop) == block for stop in stops)
 
 
 def slots(phase: PhasePlan) -> tuple[int, int]:
@@ -100,9 +101,11 @@ def test_memory_is_bounded_by_shards(case: Case, direction: str) -> None:
     for phase in phases(case.plan(direction)):
         most = max(phase.local_rows)
         for rank in range(case.layout.ring_size):
-            first, second, own = phase.slot_rows(rank)
+            first, second, *inside, own = phase.slot_rows(rank)
+            assert inside == [0, 0]
             assert max(first, second) <= case.coalesce * most and own <= phase.local_rows[rank]
-            computed, received = phase.result_slot_rows(rank)
+            computed, held, received, received_long = phase.result_slot_rows(rank)
+            assert held == received_long == 0
             assert computed <= case.coalesce * most and received <= 2 * case.coalesce * most
 
 
@@ -111,8 +114,8 @@ def test_memory_is_bounded_by_shards(case: Case, direction: str) -> None:
 def test_full_attention_holds_two_groups_of_shards_and_two_of_results(coalesce: int, direction: str) -> None:
     for phase in phases(ring_plan(16, coalesce, direction, full())):
         group = coalesce * SHARD
-        assert {phase.slot_rows(rank) for rank in range(16)} == {(group, group, 0)}
-        results = (group, group) if phase.results.fields else (0, 0)
+        assert {phase.slot_rows(rank) for rank in range(16)} == {(group, group, 0, 0, 0)}
+        results = (group, 0, group, 0) if phase.results.fields else (0, 0, 0, 0)
         assert {phase.result_slot_rows(rank) for rank in range(16)} == {results}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from burst_attention import Mask, blocks, causal, full, plan, prefix, window
 from burst_attention.schedule import PhasePlan, PlanError, Round, Transfer, Visit, simulate
-from tests.unit.plan_changes import both, changed, edited, exchanged, fewer, part, placed, revisited
+from tests.unit.plan_changes import both, changed, edited, exchanged, fewer, later, part, placed, revisited
 from tests.unit.plan_steps import PHASES, away, phases, sent, steps, visits
 
 
@@ -127,7 +127,8 @@ def operand_that_never_travels(phase: PhasePlan) -> Iterator[PhasePlan]:
 @refused(r"receives its own block")
 def operand_sent_back_home(phase: PhasePlan) -> Iterator[PhasePlan]:
     for rank, step, visit in away(phase):
-        yield placed(phase, Transfer("operand", visit.block, visit.rows, rank, visit.block, "ring", step.index))
+        rounds = step.index, step.index
+        yield placed(phase, Transfer("operand", visit.block, visit.rows, rank, visit.block, "between", *rounds))
 
 
 @refused(r"still waiting to be sent")
@@ -184,18 +185,18 @@ def result_handed_to_a_stranger(phase: PhasePlan) -> Iterator[PhasePlan]:
 
 @refused(r"is listed in round")
 def another_round_named(phase: PhasePlan) -> Iterator[PhasePlan]:
-    return (exchanged(phase, t, replace(t, round=t.round + 1)) for t in both(phase))
+    return (exchanged(phase, t, later(t, 1)) for t in both(phase))
 
 
 @refused(r"lacks block|not held|still waiting|held rows are|sender holds only")
 def round_late(phase: PhasePlan) -> Iterator[PhasePlan]:
     last = len(phase.rounds[0]) - 1
-    return (placed(exchanged(phase, t), replace(t, round=t.round + 1)) for t in both(phase) if t.round < last)
+    return (placed(exchanged(phase, t), later(t, 1)) for t in both(phase) if t.round < last)
 
 
 @refused(r"lacks block|not held|no such result|held rows are|sender holds only|nobody computes with")
 def round_early(phase: PhasePlan) -> Iterator[PhasePlan]:
-    return (placed(exchanged(phase, t), replace(t, round=t.round - 1)) for t in both(phase) if t.round > 0)
+    return (placed(exchanged(phase, t), later(t, -1)) for t in both(phase) if t.round > 0)
 
 
 @refused(r"has index")
@@ -314,7 +315,7 @@ def test_simulator_refuses_a_result_that_would_have_to_wait() -> None:
     first, last = sorted(sent(phase, "result"), key=lambda t: t.round)
     assert first.target == last.source and last.target == 0
     with pytest.raises(PlanError, match="still waiting to be sent"):
-        simulate(placed(exchanged(phase, first), replace(first, target=0, round=last.round)))
+        simulate(placed(exchanged(phase, first), replace(first, target=0, round=last.round, due=last.due)))
     simulate(placed(exchanged(phase, first), replace(first, target=0)))  # Each on its own way home is a plan too.
 
 
@@ -325,7 +326,7 @@ def test_simulator_refuses_an_operand_that_would_have_to_wait() -> None:
     simulate(phase)
     last = max(sent(phase, "operand"), key=lambda t: t.round)
     with pytest.raises(PlanError, match="nobody computes with a block at hand"):
-        simulate(placed(exchanged(phase, last), replace(last, round=last.round - 1)))
+        simulate(placed(exchanged(phase, last), later(last, -1)))
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

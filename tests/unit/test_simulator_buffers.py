@@ -45,7 +45,7 @@ def operand_that_nobody_computes_with(phase: PhasePlan) -> Iterator[PhasePlan]:
         after = phase.rounds[rank][step.index + 1 : step.index + 2]
         used = {visit.block for following in after for visit in following.visits}
         for block in {0, 1, 2} - used - {rank}:
-            yield placed(phase, Transfer("operand", block, ((0, 4),), block, rank, "ring", step.index))
+            yield placed(phase, Transfer("operand", block, ((0, 4),), block, rank, "between", step.index, step.index))
 
 
 @broken

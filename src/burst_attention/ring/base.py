@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 RECORD_BYTES = 1024
+LANES, CHANNELS_PER_LANE = 2, 2
 DEFAULT_TIMEOUT = 600.0
 
 _RINGS: weakref.WeakValueDictionary[str, Ring] = weakref.WeakValueDictionary()
@@ -35,6 +36,7 @@ class Parcel:
 
     peer: int
     channel: int
+    """Between two ranks each channel keeps its order; two and two share a lane."""
     tensor: Tensor
     what: str
 
@@ -53,6 +55,11 @@ class Pending:
     """Over NCCL, what the device is to wait for."""
     done: bool = False
     error: tuple[Parcel, Exception] | None = None
+
+    @property
+    def lane(self) -> int:
+        """Transfers of one lane complete in the order they were posted; another lane does not wait for them."""
+        return next((parcel.channel // CHANNELS_PER_LANE for parcel in (*self.sends, *self.receives)), 0)
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,8 @@ class Ring(ABC):
         self.name = name
         self.rank = rank
         self.size = size
+        self.hosts: tuple[str, ...] = ("",) * size
+        """The host of each rank."""
         self.timeout = timeout
         self.bytes_sent = 0
         """Bytes of the tensors handed to the transport, counted there."""
@@ -133,13 +142,36 @@ class Ring(ABC):
 
     @staticmethod
     def from_mesh(mesh: Any, *, timeout: float | None = None) -> Ring:
-        """The ring over a one-dimensional DeviceMesh, such as `mesh["cp"]`."""
-        if mesh.ndim != 1:
+        """The ring over a DeviceMesh of one dimension, such as `mesh["cp"]`, or of two: hosts, and ranks of a host.
+
+        With two, the mesh says who shares a host, whatever the machines are.
+        """
+        if mesh.ndim == 1:
+            return Ring.from_group(mesh.get_group(), timeout=timeout)
+        if mesh.ndim != 2:
             raise ValueError(
-                f"a ring needs a mesh of one dimension, got {mesh.ndim} ({mesh.mesh_dim_names}); "
-                "choose the axis, e.g. Ring.from_mesh(mesh['cp'])"
+                f"a ring needs a mesh of one dimension, or of two (hosts, ranks of a host), got {mesh.ndim} "
+                f"({mesh.mesh_dim_names}); choose the axes, e.g. Ring.from_mesh(mesh['cp'])"
             )
-        return Ring.from_group(mesh.get_group(), timeout=timeout)
+        from burst_attention.ring.process import group_of_mesh
+
+        ring = Ring.from_group(group_of_mesh(mesh), timeout=timeout)
+        ring.hosts = tuple(str(host) for host, row in enumerate(mesh.mesh.tolist()) for _ in row)
+        return ring
+
+    def ranks_per_host(self) -> int:
+        """How many ranks every host has; ValueError where hosts differ or ranks are not numbered host by host."""
+        names = list(dict.fromkeys(self.hosts))
+        counts = [self.hosts.count(name) for name in names]
+        if len(set(counts)) > 1:
+            held = ", ".join(f"{count} on {name or 'this host'}" for name, count in zip(names, counts, strict=True))
+            raise ValueError(f"a double ring needs as many ranks on every host, got {held}; use topology='flat'")
+        if self.hosts != tuple(name for name in names for _ in range(counts[0])):
+            raise ValueError(
+                "a double ring needs ranks numbered host by host, and here hosts take turns; order the ranks of the "
+                "group by host, or use topology='flat'"
+            )
+        return counts[0]
 
     @property
     def failure(self) -> str | None:
@@ -159,6 +191,9 @@ class Ring(ABC):
     def buffer(self, nbytes: int, device: torch.device, what: str) -> Tensor:
         """Memory for blocks that travel; `what` says which, such as "forward operand"."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def open_lanes(self) -> None:  # noqa: B027
+        """Make ready for transfers that overtake others; collective, where the transport must prepare for it."""
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], where: str) -> Pending:
         """Start transfers and return at once; buffers belong to the ring until `wait` returns."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import queue
+import socket
 import threading
 import weakref
 from collections import deque
@@ -14,15 +16,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from burst_attention.ring.base import _RINGS, DEFAULT_TIMEOUT, RECORD_BYTES, Inbox, Parcel, Pending, Ring, RingError
+from burst_attention.ring.base import (
+    _RINGS,
+    DEFAULT_TIMEOUT,
+    LANES,
+    RECORD_BYTES,
+    Inbox,
+    Parcel,
+    Pending,
+    Ring,
+    RingError,
+)
 
 CAUSE_SECONDS = 0.5
 
 # The control thread's receive must never time out: gloo closes every connection of a group when one wait does.
 _FOREVER = timedelta(days=365)
 _MOMENT = timedelta(seconds=1)
+HOST_BYTES = 128
 UNUSED_TAG = 99
 """Of a message on the control group that nobody sends."""
+
+
+_MESH_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class ProcessRing(Ring):
@@ -36,18 +52,21 @@ class ProcessRing(Ring):
         super().__init__(name, dist.get_rank(group), size, timeout, Inbox())
         self._group = group
         self._control_sends: deque[tuple[Any, torch.Tensor]] = deque(maxlen=4 * size)
-        self._posted: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._posted: list[queue.SimpleQueue[Pending | None]] = [queue.SimpleQueue() for _ in range(LANES)]
+        self._lane_groups: list[Any] = [group]
         if size == 1:
             return
         ranks = dist.get_process_group_ranks(group)
         # Members only: other ranks of the world need not take part.
         self._control = dist.new_group(ranks, timeout=_FOREVER, backend="gloo", use_local_synchronization=True)
+        self.hosts = _hosts_of(self._control, size)
         peers = [peer for peer in range(size) if peer != self.rank]
         listeners = {peer: _start_daemon(_listen, self._control, peer, self._inbox) for peer in peers}
-        completer = _start_daemon(_complete, self._posted, self._inbox)
-        weakref.finalize(self, self._posted.put, None)
         weakref.finalize(self, _end_listeners, self._control, self._control_sends, listeners)
-        atexit.register(_end_completer, group, self._posted, dict.fromkeys(peers, completer))
+        for posted in self._posted:
+            completer = _start_daemon(_complete, posted, self._inbox)
+            weakref.finalize(self, posted.put, None)
+            atexit.register(_end_completer, group, posted, dict.fromkeys(peers, completer))
 
     def _start(self, pending: Pending) -> None:
         if any(parcel.tensor.is_cuda for parcel in (*pending.receives, *pending.sends)):
@@ -63,16 +82,23 @@ class ProcessRing(Ring):
                     # The peer ended while this rank was computing.
                     raise self._broken(pending, parcel, error) from error
         if pending.works:
-            self._posted.put(pending)
+            self._posted[pending.lane].put(pending)
 
     def _start_on_gpu(self, pending: Pending) -> None:
         """One group of transfers: posted one by one, a receive would keep NCCL's stream from the send it waits for.
 
         NCCL's own stream begins when all that is enqueued now is done, and runs beside what is enqueued next.
         """
-        operations = [dist.P2POp(dist.irecv, p.tensor, group=self._group, group_peer=p.peer) for p in pending.receives]
-        operations += [dist.P2POp(dist.isend, p.tensor, group=self._group, group_peer=p.peer) for p in pending.sends]
+        group = self._lane_groups[pending.lane]
+        operations = [dist.P2POp(dist.irecv, p.tensor, group=group, group_peer=p.peer) for p in pending.receives]
+        operations += [dist.P2POp(dist.isend, p.tensor, group=group, group_peer=p.peer) for p in pending.sends]
         pending.grouped = dist.batch_isend_irecv(operations)
+
+    def open_lanes(self) -> None:
+        """NCCL runs a communicator's transfers one after the other, so each lane has one of its own."""
+        while dist.get_backend(self._group) == "nccl" and len(self._lane_groups) < LANES:
+            ranks = dist.get_process_group_ranks(self._group)
+            self._lane_groups.append(dist.new_group(ranks, use_local_synchronization=True))
 
     def _finish(self, pending: Pending) -> None:
         if pending.grouped:
@@ -115,6 +141,35 @@ class ProcessRing(Ring):
             self._control_sends.append((dist.isend(buffer, group=self._control, group_dst=peer), buffer))
         except RuntimeError as error:
             self._inbox.leave(peer, f"its control connection is closed ({error})")
+
+
+def _hosts_of(control: Any, size: int) -> tuple[str, ...]:
+    """The host of each rank: its name and the address of its network, for containers may share a name."""
+    mine = torch.zeros(HOST_BYTES, dtype=torch.uint8)
+    name = host_identity().encode()[:HOST_BYTES]
+    mine[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+    found = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(found, mine, group=control)
+    return tuple(bytes(data.tolist()).rstrip(b"\0").decode(errors="replace") for data in found)
+
+
+def host_identity() -> str:
+    """What ranks of one host have in common: its name, and on Linux the network namespace they are in."""
+    try:
+        namespace = os.readlink("/proc/self/ns/net")
+    except OSError:
+        namespace = ""
+    return f"{socket.gethostname()} {namespace}".strip()
+
+
+def group_of_mesh(mesh: Any) -> Any:
+    """The group of all ranks of a mesh of two dimensions, row by row; made once per set of ranks."""
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks == list(range(dist.get_world_size())):
+        return dist.group.WORLD
+    if mesh not in _MESH_GROUPS:
+        _MESH_GROUPS[mesh] = dist.new_group(ranks, use_local_synchronization=True)
+    return _MESH_GROUPS[mesh]
 
 
 def ring_from_group(group: Any, timeout: float | None) -> Ring:

@@ -110,16 +110,21 @@ def thread_rings(size: int, timeout: float) -> list[ThreadRing]:
     return rings
 
 
-def run_ranks(fn: Callable[[Ring], Result], ring_size: int, *, timeout: float = DEFAULT_TIMEOUT) -> list[Result]:
+def run_ranks(
+    fn: Callable[[Ring], Result], ring_size: int, *, timeout: float = DEFAULT_TIMEOUT, ranks_per_host: int | None = None
+) -> list[Result]:
     """Run `fn(ring)` on `ring_size` threads and return the results in rank order.
 
     Grad mode, inference mode, autocast, the default device and the current CUDA device carry over into the threads. The
     first error of any rank is raised here, after the others have been told and have ended; `timeout` bounds every wait
-    inside the ring. Where CUDA is in use each rank has a stream of its own, and the caller's waits for them all.
+    inside the ring. Where CUDA is in use each rank has a stream of its own, and the caller's waits for them all. With
+    `ranks_per_host` the ring takes them for ranks of several hosts, as a double ring has.
     """
     if ring_size < 1:
         raise ValueError(f"ring_size must be at least 1, got {ring_size}")
     rings = thread_rings(ring_size, timeout)
+    for ring in rings:
+        ring.hosts = tuple(str(rank // (ranks_per_host or ring_size)) for rank in range(ring_size))
     results: list[Any] = [None] * ring_size
     errors: list[tuple[int, BaseException]] = []
     context = _capture_context()

@@ -1,9 +1,10 @@
 """The plan as data: what is computed where and when, what travels, and what it costs."""
 
+from burst_attention.schedule.buffers import PlanError
 from burst_attention.schedule.build import build_plan
 from burst_attention.schedule.bundles import Bundle, Field, Shapes, make_bundle
 from burst_attention.schedule.plan import PhasePlan, Plan, Round, Transfer, Visit
-from burst_attention.schedule.simulate import PlanError, simulate
+from burst_attention.schedule.simulate import simulate
 
 __all__ = [
     "Bundle",

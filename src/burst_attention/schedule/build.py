@@ -23,8 +23,9 @@ from burst_attention.layout import Layout
 from burst_attention.mask import Mask
 from burst_attention.schedule.bundles import DIRECTIONS, Heads, Shapes, make_bundle, moved_fields
 from burst_attention.schedule.plan import OPERAND, RESULT, PhasePlan, Plan, Round, Transfer, Visit, packed_pieces
-from burst_attention.topology import FlatRing
+from burst_attention.topology import INSIDE, DoubleRing, Stop
 
+HOME = Stop(0, 0)
 Pieces = tuple[Piece, ...]
 PieceTable = tuple[tuple[Pieces, ...], ...]
 """pieces[query rank][key rank]"""
@@ -41,15 +42,18 @@ def build_plan(
     wire_dtype: torch.dtype | None,
     needs: str,
     coalesce: int = 1,
+    per_host: int = 1,
 ) -> Plan:
     """The plan of one call. The moving side of each phase is the given one or, for "auto", the one with fewer bytes."""
     if layout.ring_size != key_layout.ring_size:
         raise ValueError(f"layout is for {layout.ring_size} ranks and key_layout for {key_layout.ring_size}")
     mask.require_cover(layout.end, key_layout.end)
-    forward = _choose(mask, layout, key_layout, shapes, "forward", forward_direction, wire_dtype, needs, coalesce)
+    # On a single host a double ring is a flat one.
+    ring = coalesce, 1 if per_host == layout.ring_size else per_host
+    forward = _choose(mask, layout, key_layout, shapes, "forward", forward_direction, wire_dtype, needs, *ring)
     backward = None
     if needs:
-        backward = _choose(mask, layout, key_layout, shapes, "backward", direction, wire_dtype, needs, coalesce)
+        backward = _choose(mask, layout, key_layout, shapes, "backward", direction, wire_dtype, needs, *ring)
     return Plan(mask, layout, key_layout, forward, backward)
 
 
@@ -63,8 +67,9 @@ def _choose(
     wire_dtype: torch.dtype | None,
     needs: str,
     coalesce: int,
+    per_host: int,
 ) -> PhasePlan:
-    """The candidate with the fewest bytes over all ranks, then the fewest messages: either side, either way round."""
+    """Of either side and either way round, what moves the fewest bytes between hosts, then in all, then messages."""
     pieces = piece_table(mask, layout, key_layout)
     candidates = []
     for side in DIRECTIONS if direction == "auto" else (direction,):
@@ -73,10 +78,10 @@ def _choose(
         operands, results = moved_fields(phase, side, needs)
         bundles = make_bundle(operands, shapes), make_bundle(results, shapes, wire_dtype)
         for step in (1, -1):
-            topology = FlatRing(layout.ring_size, step, min(coalesce, max(layout.ring_size - 1, 1)))
+            topology = DoubleRing(layout.ring_size, per_host, step, min(coalesce, max(layout.ring_size - 1, 1)))
             rounds = _Builder(topology, pieces, side, bool(results), shapes.halves()).rounds()
             candidates.append(PhasePlan(phase, side, topology, *bundles, shapes, needs, local_rows, rounds))
-    return min(candidates, key=lambda plan: (plan.total_bytes, plan.total_messages))
+    return min(candidates, key=lambda plan: (plan.bytes_between_hosts, plan.total_bytes, plan.total_messages))
 
 
 @lru_cache(maxsize=16)
@@ -119,7 +124,7 @@ class _Builder:
     """Lays the rounds of every rank for one moving side and one way round the ring."""
 
     def __init__(
-        self, topology: FlatRing, pieces: PieceTable, side: str, has_results: bool, halves: tuple[Heads, Heads] | None
+        self, topology: DoubleRing, pieces: PieceTable, side: str, has_results: bool, halves: tuple[Heads, Heads] | None
     ) -> None:
         self.topology = topology
         self.pieces = pieces
@@ -129,11 +134,7 @@ class _Builder:
         self.returns = has_results and topology.size > 1
         self.last_round = topology.visiting_rounds + self.returns
         ranks = range(topology.size)
-        self.needed = {
-            (block, distance): unite_rows(moved_rows(p, side) for p in self._visit(block, distance))
-            for block in ranks
-            for distance in range(1, topology.size)
-        }
+        self.needed = {(b, d): self._needed_at(b, d) for b in ranks for d in range(topology.hosts)}
         self.sends: list[list[list[Transfer]]] = [[[] for _ in range(self.last_round + 1)] for _ in ranks]
         self.receives: list[list[list[Transfer]]] = [[[] for _ in range(self.last_round + 1)] for _ in ranks]
 
@@ -144,47 +145,82 @@ class _Builder:
                 self._lay_results(block)
         return tuple(self._rank_rounds(rank) for rank in range(self.topology.size))
 
-    def _visit(self, block: int, distance: int) -> Pieces:
-        rank = self.topology.visitor(block, distance)
+    def _visit(self, block: int, stop: Stop) -> Pieces:
+        rank = self.topology.rank_at(block, stop)
         return self.pieces[rank][block] if self.side == "kv" else self.pieces[block][rank]
 
+    def _needed_at(self, block: int, distance: int) -> Rows:
+        """Rows of a block that ranks of a host need, its home left out: all of them travel the host's turn."""
+        stops = [Stop(distance, inner) for inner in range(self.topology.per_host)]
+        return unite_rows(moved_rows(p, self.side) for stop in stops if stop != HOME for p in self._visit(block, stop))
+
     def _shared(self, block: int, distance: int) -> Rows:
-        """Rows needed at a distance and already at the visitor of the round before."""
-        return intersect_rows(
-            self.needed.get((block, distance), ()), self.needed.get((block, distance - self.topology.coalesce), ())
-        )
+        """Rows needed at a host and already at the host that the block comes from, unless that is its own."""
+        before = distance - self.topology.coalesce
+        held = self.needed[block, before] if before > 0 else ()
+        return intersect_rows(self.needed.get((block, distance), ()), held)
 
     def _lay_operands(self, block: int) -> None:
-        """Each visitor gets what it needs: from the visitor before where that needed it too, the rest from home."""
-        coalesce, visitor = self.topology.coalesce, self.topology.visitor
-        for index in range(1, self.topology.visiting_rounds + 1):
-            distances = self.topology.distances(index)
+        """Each host gets what it needs: from the host before where that needed it too, the rest from home."""
+        topology = self.topology
+        self._lay_turn(OPERAND, block, 0)
+        for turn in range(1, topology.turns):
+            distances = topology.distances(turn)
             fresh = {d: subtract_rows(self.needed[block, d], self._shared(block, d)) for d in distances}
             packed = unite_rows(pair for rows in fresh.values() for pair in rows)
+            posted, due = (turn - 1) * topology.per_host, turn * topology.per_host - 1
+            if turn == 1:
+                # What home packs in round 0 for its own host lies in the same memory.
+                packed = unite_rows((*packed, *self.needed[block, 0]))
             for distance in distances:
-                needed, target = self.needed[block, distance], visitor(block, distance)
-                before = self.needed.get((block, distance - coalesce), ())
-                source = visitor(block, distance - coalesce)
-                for rows in stretches(self._shared(block, distance), needed, before):
-                    self._add(OPERAND, block, rows, source, target, index - 1)
+                needed, target = self.needed[block, distance], topology.rank_at(block, Stop(distance, 0))
+                before = distance - topology.coalesce
+                shared = self._shared(block, distance)
+                for rows in stretches(shared, needed, self.needed[block, before]) if shared else ():
+                    self._add(OPERAND, block, rows, topology.rank_at(block, Stop(before, 0)), target, posted, due)
                 for rows in stretches(fresh[distance], needed, packed):
-                    self._add(OPERAND, block, rows, block, target, index - 1)
+                    self._add(OPERAND, block, rows, block, target, posted, due)
+                self._lay_turn(OPERAND, block, distance)
+
+    def _lay_turn(self, channel: str, block: int, distance: int) -> None:
+        """From rank to rank of one host: operands in the round before they are needed, results a round behind."""
+        topology, needed = self.topology, self.needed[block, distance]
+        begin = topology.first_round(distance)
+        for inner in range(1, topology.per_host) if needed else ():
+            source, target = (topology.rank_at(block, Stop(distance, at)) for at in (inner - 1, inner))
+            index = begin + inner - (channel == OPERAND)
+            if channel == OPERAND or source != block:
+                packed = self._packed_first(block) if source == block else needed
+                for rows in stretches(needed, needed, packed):
+                    self._add(channel, block, rows, source, target, index, index)
+
+    def _packed_first(self, block: int) -> Rows:
+        """What home packs in round 0: for its own host, and for the hosts of the first turn."""
+        distances = (0, *self.topology.distances(1)) if self.topology.turns > 1 else (0,)
+        return unite_rows(pair for distance in distances for pair in self.needed[block, distance])
 
     def _lay_results(self, block: int) -> None:
-        """Results go on to the next visitor for the rows that it adds to, and home for the others."""
-        coalesce = self.topology.coalesce
-        for distance in range(1, self.topology.size):
-            needed, source = self.needed[block, distance], self.topology.visitor(block, distance)
-            index = self.topology.round_of(distance) + 1
-            onward = self._shared(block, distance + coalesce)
+        """Results go round a host, then on to the next for the rows that it adds to, and home for the others."""
+        topology = self.topology
+        last = topology.per_host - 1
+        for distance in range(topology.hosts):
+            needed, source = self.needed[block, distance], topology.rank_at(block, Stop(distance, last))
+            self._lay_turn(RESULT, block, distance)
+            if source == block or not needed:
+                continue
+            posted = topology.first_round(distance) + topology.per_host
+            due = min(posted + last, self.last_round)
+            onward = self._shared(block, distance + topology.coalesce) if distance else ()
+            target = topology.rank_at(block, Stop(distance + topology.coalesce, last))
             for rows in stretches(onward, needed):
-                self._add(RESULT, block, rows, source, self.topology.visitor(block, distance + coalesce), index)
+                self._add(RESULT, block, rows, source, target, posted, due)
+            due = posted if topology.link(source, block) == INSIDE else due
             for rows in stretches(subtract_rows(needed, onward), needed):
-                self._add(RESULT, block, rows, source, block, index)
+                self._add(RESULT, block, rows, source, block, posted, due)
 
-    def _add(self, channel: str, block: int, rows: Rows, source: int, target: int, index: int) -> None:
+    def _add(self, channel: str, block: int, rows: Rows, source: int, target: int, index: int, due: int) -> None:
         link = self.topology.link(source, target)
-        transfer = Transfer(channel, block, rows, source, target, link, index)
+        transfer = Transfer(channel, block, rows, source, target, link, index, due)
         self.sends[source][index].append(transfer)
         self.receives[target][index].append(transfer)
 
@@ -197,9 +233,11 @@ class _Builder:
             elif index > self.topology.visiting_rounds:
                 visits = (home_last,)
             else:
-                pairs = [(self.topology.visiting(rank, d), d) for d in self.topology.distances(index)]
+                pairs = [(self.topology.block_at(rank, stop), stop) for stop in self.topology.stops(index)]
                 visits = tuple(
-                    Visit(block, rows, self._visit(block, d)) for block, d in pairs if (rows := self.needed[block, d])
+                    Visit(block, rows, self._visit(block, stop))
+                    for block, stop in pairs
+                    if (rows := self.needed[block, stop.distance])
                 )
             sends, receives = self.sends[rank][index], self.receives[rank][index]
             pieces = packed_pieces(visits, self.side)
@@ -220,4 +258,4 @@ class _Builder:
 
 def _in_order(transfers: list[Transfer]) -> tuple[Transfer, ...]:
     """Both ends list the transfers between them in the same order."""
-    return tuple(sorted(transfers, key=lambda t: (t.channel, t.block, t.source, t.target, t.rows)))
+    return tuple(sorted(transfers, key=lambda t: (t.due, t.channel, t.block, t.source, t.target, t.rows)))

@@ -35,10 +35,11 @@ def peak_bytes(plan: Plan, rank: int, workspace: Workspace) -> int:
 def phase_bytes(phase: PhasePlan, rank: int, workspace: Workspace) -> int:
     """Travelling buffers and the largest workspace of one phase."""
     operands = sum(phase.slot_rows(rank)) * phase.operands.row_bytes
-    operands += phase.slot_rows(rank)[0] * sum(field.row_bytes for field in phase.operands.statistics)
-    computed, received = phase.result_slot_rows(rank)
+    operands += max(phase.slot_rows(rank)) * sum(field.row_bytes for field in phase.operands.statistics)
+    rows = phase.result_slot_rows(rank)
     precise = make_bundle(phase.results.names, phase.shapes)
-    results = computed * (precise.row_bytes + phase.results.row_bytes) + received * phase.results.row_bytes
+    results = rows.computed * precise.row_bytes
+    results += (rows.computed + rows.held + rows.received + rows.received_long) * phase.results.row_bytes
     work = (
         workspace(replace(phase, shapes=phase.shapes.of_heads(step.heads)), step, step.row_count > 0)
         for step in phase.rounds[rank]

@@ -3,10 +3,11 @@
 A block's rows go only to ranks that need them: from the rank that computed with them just before where that needed
 them too, else straight from home. Results take the same ways back.
 
-In round t a rank posts the transfers listed there, computes the round's pieces, then waits for those transfers.
-Operands posted in round t are computed with in round t + 1. Results computed in round t are posted in round t + 1,
-towards the next visitor or home. Round 0 and the last round compute home's own pieces, half of the heads each where
-results travel.
+In round t a rank posts the transfers listed there, computes the round's pieces, then waits for the transfers that are
+due. In a flat ring all are due in the round they are posted in; in a double ring those between hosts have a whole turn
+of the host. Operands are computed with in the round after they are due. Results computed in round t are posted in round
+t + 1, towards the next visitor or home. Round 0 and the last round compute home's own pieces, half of the heads each
+where results travel.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,10 +23,25 @@ from burst_attention.geometry import Piece, Rows, count_rows, join_pieces, moved
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask
 from burst_attention.schedule.bundles import Bundle, Heads, Shapes
-from burst_attention.topology import FlatRing
+from burst_attention.topology import BETWEEN, DoubleRing
 
 OPERAND = "operand"
 RESULT = "result"
+PACKING = 4
+"""The operand buffer for what a rank sends of its own block."""
+
+
+class ResultRows(NamedTuple):
+    """Rows of a rank's result buffers."""
+
+    computed: int
+    """Of each of two: being computed, and being sent in the next round."""
+    held: int
+    """Of one that is sent during a whole turn."""
+    received: int
+    """Received and due in one round."""
+    received_long: int
+    """Received during a whole turn."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +55,23 @@ class Transfer:
     target: int
     link: str
     round: int
+    """The round in which both ends post it."""
+    due: int
+    """The round at whose end both wait for it."""
 
     @property
     def row_count(self) -> int:
         return count_rows(self.rows)
 
+    @property
+    def spans(self) -> bool:
+        """Whether it may take more than one round."""
+        return self.due > self.round
+
 
 @dataclass(frozen=True)
 class Visit:
-    """A block at a rank: the rows of it that the rank needs, and the pieces it computes, in the block's own rows.
+    """A block at a rank: the rows of it that ranks of the host need, and the rank's pieces, in the block's own rows.
 
     At home all rows are at hand and `rows` is empty. There `heads` may name the query heads that are computed, while
     another round has the others; None is all.
@@ -112,7 +137,7 @@ class PhasePlan:
 
     phase: str
     direction: str
-    topology: FlatRing
+    topology: DoubleRing
     operands: Bundle
     results: Bundle
     shapes: Shapes
@@ -135,6 +160,23 @@ class PhasePlan:
     @cached_property
     def total_bytes(self) -> int:
         return sum(self.bytes_sent(rank) for rank in range(self.topology.size))
+
+    def bytes_between(self, source: int, target: int) -> int:
+        """Bytes that go from a host to another."""
+        per_host = self.topology.per_host
+        return sum(
+            self.nbytes(t)
+            for rounds in self.rounds
+            for step in rounds
+            for t in step.sends
+            if (t.source // per_host, t.target // per_host) == (source, target)
+        )
+
+    @cached_property
+    def bytes_between_hosts(self) -> int:
+        """Bytes that leave any host; in a flat ring every rank counts as one."""
+        sends = (t for rounds in self.rounds for step in rounds for t in step.sends)
+        return sum(self.nbytes(t) for t in sends if t.link == BETWEEN)
 
     @cached_property
     def total_messages(self) -> int:
@@ -171,26 +213,39 @@ class PhasePlan:
         own = (t for t in step.sends if t.channel == OPERAND and t.block == rank)
         return unite_rows(pair for transfer in own for pair in transfer.rows)
 
-    def slot_rows(self, rank: int) -> tuple[int, int, int]:
-        """Rows of a rank's operand buffers: two for visiting blocks in turn, and one for what it sends of its own.
+    def slot_of(self, index: int) -> int:
+        """The buffer that the blocks of a round lie in: two for those that begin a turn, two for those that go on."""
+        turn, inner = divmod(index, self.topology.per_host)
+        return turn % 2 if inner == 0 else 2 + inner % 2
 
-        In round 0 nobody visits yet, so what is sent then is packed into the first of the two. Both are as large as the
-        larger, so that a small ring holds what a large one does.
+    def packing_slot(self, index: int) -> int:
+        """The buffer that a rank packs its own block in: in round 0 nobody visits yet, and the first is free."""
+        return 0 if index == 0 else PACKING
+
+    def slot_rows(self, rank: int) -> tuple[int, ...]:
+        """Rows of a rank's operand buffers: two for blocks that begin a turn, two for others, one for what it sends.
+
+        Those of a pair are as large as the larger, so that a small ring holds what a large one does.
         """
-        sizes = [0, 0, 0]
+        sizes = [0] * (PACKING + 1)
         for step in self.rounds[rank]:
-            sizes[step.index % 2] = max(sizes[step.index % 2], step.row_count)
-            slot = 0 if step.index == 0 else 2
-            sizes[slot] = max(sizes[slot], count_rows(self.packed_at_home(rank, step)))
-        return max(sizes[:2]), max(sizes[:2]), sizes[2]
+            used = (self.slot_of(step.index), step.row_count) if 0 < step.index <= self.topology.visiting_rounds else ()
+            packed = self.packing_slot(step.index), count_rows(self.packed_at_home(rank, step))
+            for slot, rows in (used, packed) if used else (packed,):
+                sizes[slot] = max(sizes[slot], rows)
+        return max(sizes[:2]), max(sizes[:2]), max(sizes[2:4]), max(sizes[2:4]), sizes[4]
 
-    def result_slot_rows(self, rank: int) -> tuple[int, int]:
-        """Rows of the buffers for results: being computed, and received in one round."""
+    def result_slot_rows(self, rank: int) -> ResultRows:
+        """Rows of the buffers for results."""
         if not self.results.fields:
-            return 0, 0
+            return ResultRows(0, 0, 0, 0)
         steps = self.rounds[rank]
-        arrived = (sum(t.row_count for t in step.receives if t.channel == RESULT) for step in steps)
-        return max(step.row_count for step in steps), max(arrived, default=0)
+        arrived = [
+            max(sum(t.row_count for t in step.receives if t.channel == RESULT and t.spans == spans) for step in steps)
+            for spans in (False, True)
+        ]
+        computed = max(step.row_count for step in steps)
+        return ResultRows(computed, computed if self.topology.per_host > 1 else 0, *arrived)
 
 
 @dataclass(frozen=True)

@@ -10,23 +10,36 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from burst_attention.geometry import Rows, contains_rows, intersect_rows, moved_rows, stretches, unite_rows
+from burst_attention.geometry import (
+    Rows,
+    contains_rows,
+    intersect_rows,
+    moved_rows,
+    stretches,
+    subtract_rows,
+    unite_rows,
+)
+from burst_attention.schedule.buffers import PlanError, require_memory
 from burst_attention.schedule.bundles import Heads
-from burst_attention.schedule.plan import OPERAND, RESULT, PhasePlan, Round, Transfer, packed_pieces
+from burst_attention.schedule.plan import OPERAND, RESULT, PhasePlan, Round, Transfer, Visit, packed_pieces
 
 Contributions = Counter[tuple[int, int]]
 """How often (contributing rank, row of the block) is summed into a result."""
 
 
-class PlanError(AssertionError):
-    """A plan that cannot run, or would compute something else."""
+@dataclass
+class _Waiting:
+    """A result that waits to be sent: its rows, and what has been summed into them."""
+
+    rows: Rows
+    sums: Contributions
 
 
 @dataclass
 class _Rank:
     operands: dict[int, Rows] = field(default_factory=dict)
     """Rows at hand of each visiting block."""
-    results: dict[int, Contributions] = field(default_factory=dict)
+    results: dict[int, _Waiting] = field(default_factory=dict)
     """What waits to be sent for each block, computed in the round before."""
     home: Contributions = field(default_factory=Counter)
     home_heads: list[Heads] = field(default_factory=list)
@@ -38,23 +51,26 @@ def simulate(plan: PhasePlan) -> None:
     size = plan.topology.size
     ranks = [_Rank() for _ in range(size)]
     expected: list[Contributions] = [Counter() for _ in range(size)]
+    under_way: list[tuple[Transfer, Contributions]] = []
     for index in range(max(len(steps) for steps in plan.rounds)):
         steps = [rounds[index] if index < len(rounds) else None for rounds in plan.rounds]
         for rank, step in enumerate(steps):
             if step is not None:
                 _require_visits(plan, rank, step, index)
         _require_matched(steps, index)
-        arrived = {t: _sent(plan, ranks[t.source], t, index) for step in steps if step for t in step.sends}
+        under_way += [(t, _sent(plan, ranks[t.source], t, index)) for step in steps if step for t in step.sends]
         for rank, step in enumerate(steps):
             _require(not ranks[rank].results, f"rank {rank} round {index}: a result is still waiting to be sent")
             if step is not None:
                 _compute(plan, ranks[rank], rank, step, expected)
-        for rank, step in enumerate(steps):
-            if step is not None:
-                _receive(ranks[rank], rank, step, arrived)
+        for rank in range(size):
+            _receive(ranks[rank], rank, [(t, sums) for t, sums in under_way if t.due == index and t.target == rank])
+        under_way = [(t, sums) for t, sums in under_way if t.due != index]
+    _require(not under_way, f"due after the last round: {under_way[:1]}")
     for transfer in (t for rounds in plan.rounds for step in rounds for t in step.sends):
         _require_one_stretch(plan, transfer)
     for rank in range(size):
+        require_memory(plan, rank)
         edges = [0, *(edge for heads in sorted(ranks[rank].home_heads) for edge in heads), plan.shapes.heads]
         once = edges[::2] == edges[1::2] or not ranks[rank].home_heads
         _require(once, f"rank {rank} computes heads {ranks[rank].home_heads} of its own block")
@@ -76,10 +92,19 @@ def _require_visits(plan: PhasePlan, rank: int, step: Round, index: int) -> None
     blocks = [visit.block for visit in step.visits]
     _require(len(set(blocks)) == len(blocks) and (rank not in blocks or len(blocks) == 1), f"{where}: visits {blocks}")
     for visit in step.visits:
-        touched = unite_rows(moved_rows(piece, plan.direction) for piece in visit.pieces)
+        touched = _touched_on_host(plan, rank, visit)
         needed = () if visit.block == rank else touched
         _require(visit.heads is None or visit.block == rank, f"{where}: only some heads of a visiting block")
         _require(visit.rows == needed, f"{where}: rows of {visit.block} are {visit.rows}, pieces touch {touched}")
+
+
+def _touched_on_host(plan: PhasePlan, rank: int, visit: Visit) -> Rows:
+    """Rows of a block that a visit's pieces touch, or those of other ranks of the host, its home left out."""
+    begin = rank - rank % plan.topology.per_host
+    others = set(range(begin, begin + plan.topology.per_host)) - {rank, visit.block}
+    steps = (step for other in sorted(others) for step in plan.rounds[other])
+    visits = (visit, *(other for step in steps for other in step.visits if other.block == visit.block))
+    return unite_rows(moved_rows(piece, plan.direction) for each in visits for piece in each.pieces)
 
 
 def _require_one_stretch(plan: PhasePlan, transfer: Transfer) -> None:
@@ -92,7 +117,7 @@ def _require_one_stretch(plan: PhasePlan, transfer: Transfer) -> None:
     else:
         at_home = transfer.source == block
         packed = plan.packed_at_home(block, source[index]) if at_home else _rows_of(source, index, block)
-        memories = [packed, _rows_of(target, index + 1, block)]
+        memories = [packed, _rows_of(target, transfer.due + 1, block)]
     for memory in memories:
         _require(contains_rows(memory, rows), f"{transfer}: a buffer has place for {memory} only")
         _require(len(stretches(rows, memory)) == 1, f"{transfer}: its rows do not lie together among {memory}")
@@ -110,7 +135,7 @@ def _require_matched(steps: list[Round | None], index: int) -> None:
     for rank, step in enumerate(steps):
         for side, transfers in enumerate((step.sends, step.receives) if step else ()):
             for transfer in transfers:
-                _require(transfer.round == index, f"{transfer} is listed in round {index}")
+                _require(transfer.round == index <= transfer.due, f"{transfer} is listed in round {index}")
                 _require(transfer.source != transfer.target, f"{transfer} goes to its own sender")
                 _require(rank == (transfer.source, transfer.target)[side], f"rank {rank} lists {transfer}")
                 ends[side].setdefault((transfer.source, transfer.target, transfer.channel), []).append(transfer)
@@ -129,12 +154,13 @@ def _sent(plan: PhasePlan, rank: _Rank, transfer: Transfer, index: int) -> Contr
         return Counter()
     _require(transfer.block in rank.results, f"{transfer}: no such result in round {index}")
     waiting = rank.results[transfer.block]
+    _require(contains_rows(waiting.rows, transfer.rows), f"{transfer}: not all of its rows are waiting")
     rows = {row for first, last in transfer.rows for row in range(first, last)}
-    carried = Counter({at: count for at, count in waiting.items() if at[1] in rows})
-    _require(rows == {row for _, row in carried}, f"{transfer}: not all of its rows are waiting")
+    carried = Counter({at: count for at, count in waiting.sums.items() if at[1] in rows})
     for at in carried:
-        del waiting[at]
-    if not waiting:
+        del waiting.sums[at]
+    waiting.rows = subtract_rows(waiting.rows, transfer.rows)
+    if not waiting.rows:
         del rank.results[transfer.block]
     return carried
 
@@ -166,13 +192,13 @@ def _compute(plan: PhasePlan, rank: _Rank, index: int, step: Round, expected: li
             expected[index].update(new)
             continue
         expected[visit.block].update(touched)
-        rank.results[visit.block] = touched
+        rank.results[visit.block] = _Waiting(visit.rows, touched)
 
 
-def _receive(rank: _Rank, index: int, step: Round, arrived: dict[Transfer, Contributions]) -> None:
-    """Take in what was posted this round: operands for the next, and results for blocks just computed or for home."""
+def _receive(rank: _Rank, index: int, arrived: list[tuple[Transfer, Contributions]]) -> None:
+    """Take in what is due in a round: operands for the next, and results for blocks just computed or for home."""
     rank.operands = {}
-    for transfer in step.receives:
+    for transfer, sums in arrived:
         if transfer.channel == OPERAND:
             _require(transfer.block != index, f"rank {index} receives its own block")
             held = rank.operands.get(transfer.block, ())
@@ -180,9 +206,9 @@ def _receive(rank: _Rank, index: int, step: Round, arrived: dict[Transfer, Contr
             rank.operands[transfer.block] = unite_rows((*held, *transfer.rows))
             continue
         if transfer.block == index:
-            rank.home.update(arrived[transfer])
+            rank.home.update(sums)
             continue
         _require(transfer.block in rank.results, f"{transfer}: nothing to add it to")
-        mine = {row for _, row in rank.results[transfer.block]}
-        _require({row for _, row in arrived[transfer]} <= mine, f"{transfer}: nothing to add some of its rows to")
-        rank.results[transfer.block].update(arrived[transfer])
+        mine = rank.results[transfer.block]
+        _require(contains_rows(mine.rows, transfer.rows), f"{transfer}: nothing to add some of its rows to")
+        mine.sums.update(sums)

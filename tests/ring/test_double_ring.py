@@ -1,0 +1,131 @@
+"""A ring between hosts and one inside each: exact as a flat one, moves what its plan says, refuses uneven hosts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from burst_attention import Ring, burst_attention, causal, plan, run_ranks
+from burst_attention.exactness import Sharding, gather, judge, run_rank
+from burst_attention.launch import run_processes
+from tests.ring import matrix
+from tests.ring.fault_injection import inputs
+from tests.ring.matrix import problem_of, require_exact, run_cell
+
+COVER = [cell for cell in matrix.pairwise_cover() if cell[4] in (4, 8) and cell[7] <= 1000]
+FACTORS = [(2, 2), (3, 2), (2, 3), (2, 4), (4, 2)]
+
+
+@pytest.mark.parametrize("cell", COVER, ids=lambda cell: "-".join(map(str, cell)))
+def test_the_cover_is_exact_on_hosts(cell: matrix.Cell) -> None:
+    layout, mask, heads, dtype, ring_size, forward, backward, tokens = cell
+    problem = problem_of(mask, heads, dtype, tokens)
+    for per_host in {2, ring_size // 2}:
+        sharding = Sharding(ring_size, layout, forward, backward, per_host)
+        require_exact(problem, sharding, run_cell(problem, sharding))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    tokens=st.integers(matrix.FEW_TOKENS, 300),
+    mask=st.sampled_from(matrix.MASKS),
+    heads=st.sampled_from(tuple(matrix.HEADS)),
+    dtype=st.sampled_from(tuple(matrix.DTYPES)),
+    factors=st.sampled_from(FACTORS),
+    layout=st.sampled_from(matrix.LAYOUTS),
+    forward=st.sampled_from(("kv", "query", "auto")),
+    backward=st.sampled_from(("kv", "query", "auto")),
+)
+def test_anywhere_in_the_space_is_exact(
+    tokens: int,
+    mask: str,
+    heads: str,
+    dtype: str,
+    factors: tuple[int, int],
+    layout: str,
+    forward: str,
+    backward: str,
+) -> None:
+    hosts, per_host = factors
+    problem = problem_of(mask, heads, dtype, tokens)
+    sharding = Sharding(hosts * per_host, layout, forward, backward, per_host)
+    require_exact(problem, sharding, run_cell(problem, sharding))
+
+
+@pytest.mark.parametrize("direction", ["kv", "query"])
+def test_processes_of_a_mesh_of_two_dimensions(direction: str) -> None:
+    problem = problem_of("causal", "GQA4", "fp32", 257)
+    sharding = Sharding(4, "zigzag", direction, direction, 2)
+
+    def body(ring: Ring) -> tuple[tuple[torch.Tensor, ...], int, tuple[str, ...]]:
+        again = Ring.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "cp")), timeout=30)
+        result = run_rank(again, problem, sharding)
+        return result, again.bytes_sent, again.hosts
+
+    parts = run_processes(body, 4, timeout=120)
+    require_exact(problem, sharding, judge(problem, gather(problem, sharding, [part[0] for part in parts])))
+    made = plan(
+        problem.tokens, 4, heads=problem.heads, kv_heads=problem.kv_heads, head_dim=problem.head_dim,
+        dtype=problem.dtype, mask=causal(), layout="zigzag", direction=direction, forward_direction=direction,
+        ranks_per_host=2,
+    )  # fmt: skip
+    for rank, (_, moved, hosts) in enumerate(parts):
+        assert hosts == ("0", "0", "1", "1")
+        # run_rank makes one forward for lse, and one forward and backward.
+        assert moved == 2 * made.bytes_sent(rank, "forward") + made.bytes_sent(rank, "backward")
+
+
+def test_processes_of_one_machine_are_one_host() -> None:
+    def body(ring: Ring) -> int:
+        return ring.ranks_per_host()
+
+    assert run_processes(body, 3, timeout=60) == [3, 3, 3]
+
+
+def call(ring: Ring, **options: object) -> str | None:
+    """What a call raises."""
+    try:
+        burst_attention(*inputs(ring.rank), ring=ring, **options)  # type: ignore[call-overload]
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        (("a", "a", "b"), "as many ranks on every host, got 2 on a, 1 on b; use topology='flat'"),
+        (("a", "b", "a", "b"), "ranks numbered host by host, and here hosts take turns"),
+    ],
+)
+def test_hosts_that_differ_are_refused_by_name_and_left_flat_otherwise(hosts: tuple[str, ...], message: str) -> None:
+    def body(ring: Ring) -> tuple[str | None, str | None]:
+        ring.hosts = hosts
+        return call(ring), call(ring, topology="double")
+
+    for flat, double in run_ranks(body, len(hosts), timeout=30):
+        assert flat is None
+        assert double is not None and message in double
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"topology": "torus"}, "topology must be one of 'auto', 'flat', 'double', got 'torus'"),
+        ({"topology": "double", "coalesce": 2}, "coalesce=2 needs topology='flat'"),
+    ],
+)
+def test_wrong_topologies_are_refused(options: dict[str, object], message: str) -> None:
+    for text in run_ranks(lambda ring: call(ring, **options), 4, timeout=30, ranks_per_host=2):
+        assert text is not None and message in text
+
+
+def test_ranks_that_disagree_on_the_topology_are_told() -> None:
+    def body(ring: Ring) -> str | None:
+        return call(ring, topology="flat" if ring.rank == 1 else "double")
+
+    for text in run_ranks(body, 4, timeout=30, ranks_per_host=2):
+        assert text is not None and "ranks disagree on options" in text and "ranks per host=2" in text
