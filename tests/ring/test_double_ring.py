@@ -61,7 +61,8 @@ def test_processes_of_a_mesh_of_two_dimensions(direction: str) -> None:
     sharding = Sharding(4, "zigzag", direction, direction, 2)
 
     def body(ring: Ring) -> tuple[tuple[torch.Tensor, ...], int, tuple[str, ...]]:
-        again = Ring.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "cp")), timeout=30)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+        again = Ring.from_mesh(mesh, hosts="between", timeout=30)
         result = run_rank(again, problem, sharding)
         return result, again.bytes_sent, again.hosts
 

@@ -132,11 +132,12 @@ def test_from_group_needs_an_initialised_process_group() -> None:
         Ring.from_group()
 
 
-def test_from_mesh_needs_one_dimension() -> None:
+@pytest.mark.parametrize("hosts", [None, "cp", "tp"])
+def test_from_mesh_needs_one_dimension_or_the_name_of_the_hosts(hosts: str | None) -> None:
     mesh = SimpleNamespace(ndim=2, mesh_dim_names=("dp", "cp"))
-    says = r"a mesh of one dimension, got 2 \(\('dp', 'cp'\)\); choose the axis, .*mesh\['cp'\]"
+    says = rf"a mesh of one dimension, .*got 2 \(\('dp', 'cp'\)\) and hosts={hosts!r}; choose .*mesh\['cp'\]"
     with pytest.raises(ValueError, match=says):
-        Ring.from_mesh(mesh)
+        Ring.from_mesh(mesh, hosts=hosts)
 
 
 @pytest.mark.parametrize("size", [0, -2])

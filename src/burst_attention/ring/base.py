@@ -141,17 +141,19 @@ class Ring(ABC):
         return ring_from_group(group, timeout)
 
     @staticmethod
-    def from_mesh(mesh: Any, *, timeout: float | None = None) -> Ring:
-        """The ring over a DeviceMesh of one dimension, such as `mesh["cp"]`, or of two: hosts, and ranks of a host.
+    def from_mesh(mesh: Any, *, hosts: str | None = None, timeout: float | None = None) -> Ring:
+        """The ring over a one-dimensional DeviceMesh, such as `mesh["cp"]`, or over two axes of one.
 
-        With two, the mesh says who shares a host, whatever the machines are.
+        With two, `hosts` names the first: it goes from host to host, the second over the ranks of each, whatever the
+        machines are. It must be named, for a ring over a data-parallel axis would mix sequences.
         """
-        if mesh.ndim == 1:
+        if mesh.ndim == 1 and hosts is None:
             return Ring.from_group(mesh.get_group(), timeout=timeout)
-        if mesh.ndim != 2:
+        names = tuple(mesh.mesh_dim_names or ())
+        if mesh.ndim != 2 or hosts is None or names[:1] != (hosts,):
             raise ValueError(
-                f"a ring needs a mesh of one dimension, or of two (hosts, ranks of a host), got {mesh.ndim} "
-                f"({mesh.mesh_dim_names}); choose the axes, e.g. Ring.from_mesh(mesh['cp'])"
+                f"a ring needs a mesh of one dimension, or of two with hosts= naming the first, got {mesh.ndim} "
+                f"({names}) and hosts={hosts!r}; choose the axes, e.g. Ring.from_mesh(mesh['cp'])"
             )
         from burst_attention.ring.process import group_of_mesh
 
