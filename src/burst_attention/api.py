@@ -64,6 +64,7 @@ def burst_attention(
     check: str = "always",
     coalesce: int | str = "auto",
     topology: str = "auto",
+    head_groups: int | str = "auto",
     **refused: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention over a sequence that is spread over the ranks of a ring.
@@ -95,6 +96,8 @@ def burst_attention(
         topology: "double" is a ring between hosts and one inside each: what goes to another host has the time of a
             whole turn inside. "flat" is one ring of all ranks. "auto" is double where the ring's hosts have several
             ranks each, as many on every host, numbered host by host.
+        head_groups: in how many groups the heads are computed, which take turns: one computes while another's block is
+            under way. "auto" is 2 in a double ring on CPU, 1 elsewhere.
 
     Returns:
         out (B, H, S, E) in q's dtype, or (out, lse). A row with no allowed key gives 0 and -inf.
@@ -127,6 +130,8 @@ def burst_attention(
             returns_lse=return_lse,
             coalesce=coalesce,
             per_host=per_host_of(ring, topology),
+            head_groups=head_groups,
+            kv_heads=k.shape[1],
             device_type=q.device.type,
         )
         _require_shards(q, k, v, options, mask, ring)
@@ -158,6 +163,7 @@ def plan(
     return_lse: bool = False,
     coalesce: int | str = "auto",
     ranks_per_host: int = 1,
+    head_groups: int | str = "auto",
     device: str = "cpu",
 ) -> Plan:
     """The plan that a call with these shapes would run, on every rank; needs no process group.
@@ -187,7 +193,8 @@ def plan(
     options = make_options(
         mask=mask, layout=layout, key_layout=key_layout, scale=None, head_dim=head_dim, direction=direction,
         forward_direction=forward_direction, wire_dtype=wire_dtype, kernel="auto", check="always", needs=needs,
-        returns_lse=return_lse, coalesce=coalesce, per_host=ranks_per_host, device_type=device,
+        returns_lse=return_lse, coalesce=coalesce, per_host=ranks_per_host, head_groups=head_groups,
+        kv_heads=kv_heads, device_type=device,
     )  # fmt: skip
     query_layout = resolve_layout(options.layout, tokens, ring_size)
     if options.key_layout is None and key_tokens not in (None, tokens) and isinstance(layout, Layout):
@@ -199,7 +206,7 @@ def plan(
             raise ValueError(f"{name} {given} differs from the layout's {found.tokens} ({found})")
     built = build_plan(
         mask or full(), query_layout, keys_layout, shapes, forward_direction, direction, wire_dtype, needs,
-        options.coalesce, options.per_host,
+        options.coalesce, options.per_host, options.head_groups,
     )  # fmt: skip
     tiles = pick_kernel(kernel, TileRequest(device, dtype, shapes.head_dim, shapes.value_dim, return_lse))
     return replace(built, workspace=tiles.workspace_bytes)

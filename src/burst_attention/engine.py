@@ -10,7 +10,7 @@ kernel call, and several blocks are computed as one.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -123,6 +123,26 @@ class BackwardWork:
 Work = ForwardWork | BackwardWork
 
 
+def run_phase(runs: Sequence[PhaseRun]) -> None:
+    """Run every round of one phase; on any error the other ranks are told where and why.
+
+    Several runs are groups of heads. They take turns: while one waits for its next block, another computes, so what a
+    group computes on arrival of a block is hidden too where the links are the bound.
+    """
+    index, first = 0, runs[0]
+    try:
+        for index in range(len(first.rounds) + 1):
+            for run in runs:
+                if index:
+                    run.end(index - 1)
+                if index < len(run.rounds):
+                    run.begin(index)
+    except BaseException as error:
+        place = f"{first.plan.phase} round {min(index, len(first.rounds) - 1)}"
+        first.ring.abort(f"rank {first.ring.rank} failed in {place}: {type(error).__name__}: {error}")
+        raise
+
+
 class PhaseRun:
     """One rank's run of one phase plan."""
 
@@ -165,31 +185,26 @@ class PhaseRun:
         what = f"{self.plan.phase} {channel}"
         return RowBuffer(bundle, self.ring.buffer(rows * bundle.row_bytes, self.home["q"].device, what))
 
-    def run(self) -> None:
-        """Run every round; on any error the other ranks are told where and why."""
-        index = 0
-        try:
-            for step in self.rounds:
-                index = step.index
-                self._round(step)
-        except BaseException as error:
-            place = f"{self.plan.phase} round {index}"
-            self.ring.abort(f"rank {self.ring.rank} failed in {place}: {type(error).__name__}: {error}")
-            raise
-
-    def _round(self, step: Round) -> None:
+    def begin(self, index: int) -> None:
+        """Post a round's transfers and compute its pieces."""
+        step = self.rounds[index]
         self._post(step)
         started = time.perf_counter()
         self._compute_round(step)
-        computed = time.perf_counter()
+        self.computed = started, time.perf_counter() - started
+
+    def end(self, index: int) -> None:
+        """Wait for what is due in a round, and take in results."""
+        step = self.rounds[index]
+        waiting = time.perf_counter()
         for due, pending in self.under_way:
             if due == step.index:
                 self.ring.wait(pending)
         self.under_way = [entry for entry in self.under_way if entry[0] > step.index]
         if self.ring.trace is not None:
-            times = computed - started, time.perf_counter() - computed
+            waited = time.perf_counter() - waiting
             blocks = tuple(visit.block for visit in step.visits)
-            self.ring.trace.append(TraceEvent(self.plan.phase, step.index, blocks, started, *times))
+            self.ring.trace.append(TraceEvent(self.plan.phase, step.index, blocks, *self.computed, waited))
         for transfer in self.results_due.get(step.index, ()):
             self._combine(transfer, step)
         self.work.settle(ends=step is self.rounds[-1])

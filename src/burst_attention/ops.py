@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from burst_attention.agreement import LocalCall, agree, shapes_of
-from burst_attention.engine import BackwardWork, ForwardWork, PhaseRun
+from burst_attention.engine import BackwardWork, ForwardWork, PhaseRun, Work, run_phase
 from burst_attention.merge import Deferred, State, clear
 from burst_attention.options import WIRE_DTYPES, Options, parse_options
 from burst_attention.ring import Ring, ring_named
-from burst_attention.schedule import Plan, build_plan
+from burst_attention.schedule import PhasePlan, Plan, build_plan
 from burst_attention.schedule.bundles import KEY_SIDE
 from burst_attention.tiles import Accumulator, TileKernel, TileRequest, pick_kernel
 
@@ -83,12 +83,12 @@ def _forward(
         q.new_empty((*rows, shapes.value_dim), dtype=accumulate),
         q.new_empty(rows, dtype=accumulate),
         q.new_empty(rows, dtype=accumulate),
-        Deferred() if kernel.defers and plan.forward.direction == "kv" else None,
+        Deferred() if kernel.defers and plan.forward.direction == "kv" and plan.groups == 1 else None,
     )
     if state.deferred is None:
         clear(state)
     home = {"q": q, "k": k, "v": v, "acc": state.acc, "peak": state.peak, "total": state.total}
-    PhaseRun(plan.forward, ring, home, ForwardWork(kernel, options.scale, state)).run()
+    run_groups(plan, plan.forward, ring, home, ForwardWork(kernel, options.scale, state))
     out, lse = kernel.finish(state, q.dtype)
     return back_in_place(out, q_order), back_in_place(lse, q_order)
 
@@ -125,7 +125,7 @@ def _gradients(
         if name in needs
     }
     home |= {name: total.tensor for name, total in totals.items()}
-    PhaseRun(phase, ring, home, BackwardWork(kernel, scale, totals)).run()
+    run_groups(plan, phase, ring, home, BackwardWork(kernel, scale, totals))
     # Each accumulator goes as soon as it is cast.
     home.clear()
     dq, dk, dv = (
@@ -133,6 +133,21 @@ def _gradients(
         for name, order in (("q", q_order), ("k", k_order), ("v", k_order))
     )
     return dq, dk, dv
+
+
+def run_groups(plan: Plan, phase: PhasePlan, ring: Ring, home: dict[str, Tensor], work: Work) -> None:
+    """Run a phase, all heads together or in groups of them."""
+    if plan.groups == 1:
+        run_phase([PhaseRun(phase, ring, home, work)])
+        return
+    runs = []
+    for group in range(plan.groups):
+        heads, key_heads = (
+            (group * count, (group + 1) * count) for count in (phase.shapes.heads, phase.shapes.kv_heads)
+        )
+        part = {name: x[:, slice(*(key_heads if name in KEY_SIDE else heads))] for name, x in home.items()}
+        runs.append(PhaseRun(phase, ring, part, work.of_heads(heads, key_heads)))
+    run_phase(runs)
 
 
 def row_orders(plan: Plan, rank: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -173,7 +188,7 @@ def prepare(
     layout, key_layout = options.layouts(*agree(ring, call))
     wire_dtype = WIRE_DTYPES[options.wire_dtype] if options.wire_dtype else None
     sides = options.forward_direction, options.direction
-    ways = options.coalesce, options.per_host
+    ways = options.coalesce, options.per_host, options.head_groups
     plan = build_plan(mask, layout, key_layout, shapes, *sides, wire_dtype, needs, *ways)
     request = TileRequest(q.device.type, q.dtype, shapes.head_dim, shapes.value_dim, options.returns_lse, options.scale)
     kernel = pick_kernel(options.kernel, request)

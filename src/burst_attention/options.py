@@ -21,6 +21,8 @@ SIDES = ("auto", "kv", "query")
 GPU_COALESCE = 2
 """Blocks computed as one on a GPU, where small tiles are slow and partials cost a pass over memory each."""
 MOST_COALESCED = 8
+HOSTS_GROUPS = 2
+"""Groups of heads between hosts, whose links are slow: one computes while the other's block is under way."""
 WIRE_DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 }
@@ -44,6 +46,8 @@ class Options:
     coalesce: int
     per_host: int
     """Ranks that share a host in a double ring; 1 is a flat ring."""
+    head_groups: int
+    """Groups of heads that take turns."""
 
     def __str__(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -92,6 +96,8 @@ def make_options(
     returns_lse: bool,
     coalesce: int | str,
     per_host: int,
+    head_groups: int | str,
+    kv_heads: int,
     device_type: str,
 ) -> Options:
     """Check every option and write it as text; ValueError names the value, the rule and the remedy."""
@@ -123,6 +129,7 @@ def make_options(
         returns_lse=returns_lse,
         coalesce=_coalesce(coalesce, device_type, per_host),
         per_host=per_host,
+        head_groups=_head_groups(head_groups, kv_heads, per_host, device_type),
     )
 
 
@@ -170,6 +177,14 @@ def _coalesce(coalesce: int | str, device_type: str, per_host: int) -> int:
     if coalesce > 1 and per_host > 1:
         raise ValueError(f"coalesce={coalesce} needs topology='flat'; a double ring computes one block a round")
     return coalesce
+
+
+def _head_groups(groups: int | str, kv_heads: int, per_host: int, device_type: str) -> int:
+    if groups == "auto":
+        return HOSTS_GROUPS if per_host > 1 and device_type == "cpu" and kv_heads % HOSTS_GROUPS == 0 else 1
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or kv_heads % groups:
+        raise ValueError(f"head_groups must be 'auto' or a divisor of the {kv_heads} key heads, got {groups!r}")
+    return groups
 
 
 def _wire_text(wire_dtype: torch.dtype | None) -> str | None:

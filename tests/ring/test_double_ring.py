@@ -7,8 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import scaled_dot_product_attention
 
-from burst_attention import Ring, burst_attention, causal, plan, run_ranks
+from burst_attention import Layout, Ring, burst_attention, causal, plan, run_ranks
 from burst_attention.exactness import Sharding, gather, judge, run_rank
 from burst_attention.launch import run_processes
 from tests.ring import matrix
@@ -130,3 +131,48 @@ def test_ranks_that_disagree_on_the_topology_are_told() -> None:
 
     for text in run_ranks(body, 4, timeout=30, ranks_per_host=2):
         assert text is not None and "ranks disagree on options" in text and "ranks per host=2" in text
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("direction", ["kv", "query"])
+def test_groups_of_heads_that_take_turns_change_neither_results_nor_bytes(
+    direction: str, groups: int, per_host: int
+) -> None:
+    layout, generator = Layout.zigzag(64, 4), torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(2, n, 64, 8, generator=generator, dtype=torch.float64) for n in (8, 4, 4, 8))
+    sides = {"direction": direction, "forward_direction": direction}
+
+    def body(ring: Ring) -> tuple[list[torch.Tensor], int]:
+        leaves = [layout.shard(x, ring.rank, 2).requires_grad_() for x in (q, k, v)]
+        topology = "flat" if per_host == 1 else "double"
+        options = {"mask": causal(), "layout": layout, "topology": topology, "head_groups": groups, **sides}
+        out = burst_attention(*leaves, ring=ring, **options)  # type: ignore[call-overload]
+        gradients = torch.autograd.grad(out, leaves, layout.shard(dout, ring.rank, 2))
+        return [out.detach(), *gradients], ring.bytes_sent
+
+    made = plan(
+        64, 4, heads=8, kv_heads=4, head_dim=8, batch=2, dtype=torch.float64, mask=causal(), layout=layout,
+        ranks_per_host=per_host, head_groups=groups, **sides,
+    )  # type: ignore[arg-type]  # fmt: skip
+    whole = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    parts = run_ranks(body, 4, timeout=30, ranks_per_host=2)
+    torch.testing.assert_close(layout.unshard([part[0][0] for part in parts], 2), whole)
+    for rank, (results, moved) in enumerate(parts):
+        assert moved == made.bytes_sent(rank, "forward") + made.bytes_sent(rank, "backward")
+        assert all(x.isfinite().all() for x in results)
+    ungrouped = plan(
+        64, 4, heads=8, kv_heads=4, head_dim=8, batch=2, dtype=torch.float64, mask=causal(), layout=layout,
+        ranks_per_host=per_host, head_groups=1, **sides,
+    )  # type: ignore[arg-type]  # fmt: skip
+    for phase in ("forward", "backward"):
+        assert made.bytes_sent(1, phase) == ungrouped.bytes_sent(1, phase)
+        assert made.flops(1, phase) == ungrouped.flops(1, phase)
+
+
+@pytest.mark.parametrize("groups", [0, 3, "two", True])
+def test_wrong_groups_are_refused(groups: object) -> None:
+    for text in run_ranks(lambda ring: call(ring, head_groups=groups), 2, timeout=30):
+        assert (
+            text is not None and f"head_groups must be 'auto' or a divisor of the 2 key heads, got {groups!r}" in text
+        )

@@ -166,3 +166,14 @@ def test_a_wrong_result_is_judged_wrong() -> None:
         value = getattr(result, name)
         wrong = result._replace(**{name: value + 1e-5 * torch.ones_like(value)})
         assert [finding.name for finding in judge(problem, wrong) if not finding.holds] == [name]
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("direction", ["kv", "query"])
+def test_bf16_is_exact_on_processors_with_instructions_for_it_and_without(
+    native: bool, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("burst_attention.tiles.cpu_flash.multiplies_bf16", lambda: native)
+    for mask, heads in (("causal", "GQA4"), ("window", "MHA")):
+        problem, sharding = problem_of(mask, heads, "bf16", 257), Sharding(3, "zigzag", direction, direction)
+        require_exact(problem, sharding, run_cell(problem, sharding))

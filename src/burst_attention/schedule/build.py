@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -43,8 +44,10 @@ def build_plan(
     needs: str,
     coalesce: int = 1,
     per_host: int = 1,
+    groups: int = 1,
 ) -> Plan:
     """The plan of one call. The moving side of each phase is the given one or, for "auto", the one with fewer bytes."""
+    shapes = replace(shapes, heads=shapes.heads // groups, kv_heads=shapes.kv_heads // groups)
     if layout.ring_size != key_layout.ring_size:
         raise ValueError(f"layout is for {layout.ring_size} ranks and key_layout for {key_layout.ring_size}")
     mask.require_cover(layout.end, key_layout.end)
@@ -54,7 +57,7 @@ def build_plan(
     backward = None
     if needs:
         backward = _choose(mask, layout, key_layout, shapes, "backward", direction, wire_dtype, needs, *ring)
-    return Plan(mask, layout, key_layout, forward, backward)
+    return Plan(mask, layout, key_layout, forward, backward, groups=groups)
 
 
 def _choose(

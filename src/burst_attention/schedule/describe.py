@@ -10,26 +10,29 @@ MAX_RANKS_DRAWN = 16
 def describe(plan: Plan) -> str:
     """The plan in a few lines, with a small table of rounds per phase."""
     shapes = plan.forward.shapes
+    heads = f"{plan.groups * shapes.heads}/{plan.groups * shapes.kv_heads}"
+    heads += f" in {plan.groups} groups" if plan.groups > 1 else ""
     head = [
         f"mask {_short(str(plan.mask))}",
         f"queries {_short(str(plan.layout))}"
         + ("" if plan.key_layout == plan.layout else f", keys {_short(str(plan.key_layout))}"),
-        f"batch {shapes.batch}, heads {shapes.heads}/{shapes.kv_heads}, head dim {shapes.head_dim}/{shapes.value_dim}, "
+        f"batch {shapes.batch}, heads {heads}, head dim {shapes.head_dim}/{shapes.value_dim}, "
         f"{str(shapes.dtype).removeprefix('torch.')}; imbalance {plan.imbalance:.1%}; "
         f"peak {_size(max(plan.peak_bytes(rank) for rank in range(plan.layout.ring_size)))} per rank",
     ]
     phases = [phase for phase in (plan.forward, plan.backward) if phase]
-    return "\n".join([*head, *(line for phase in phases for line in _phase_lines(phase))])
+    return "\n".join([*head, *(line for phase in phases for line in _phase_lines(phase, plan.groups))])
 
 
-def _phase_lines(phase: PhasePlan) -> list[str]:
+def _phase_lines(phase: PhasePlan, groups: int) -> list[str]:
     ranks = range(phase.topology.size)
-    sent = [phase.bytes_sent(rank) for rank in ranks]
+    sent = [groups * phase.bytes_sent(rank) for rank in ranks]
+    flops = [groups * phase.flops(rank) for rank in ranks]
     way = "up" if phase.topology.step > 0 else "down"
     moved = ", ".join((*phase.operands.names, *phase.results.names))
     lines = [
         f"{phase.phase}: the {'key' if phase.direction == 'kv' else 'query'} side moves {way} the ring ({moved}); "
-        f"at most {_size(max(sent))} sent and {max(phase.flops(rank) for rank in ranks) / 1e9:.3g} GFLOP per rank"
+        f"at most {_size(max(sent))} sent and {max(flops) / 1e9:.3g} GFLOP per rank"
     ]
     if phase.topology.size > MAX_RANKS_DRAWN:
         return lines

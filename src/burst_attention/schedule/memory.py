@@ -24,16 +24,16 @@ Workspace = Callable[[PhasePlan, Round, bool], int]
 
 def peak_bytes(plan: Plan, rank: int, workspace: Workspace) -> int:
     """The larger of the two phases. Backward also holds what forward kept for it: out and lse."""
-    forward = accumulator_bytes(plan, rank, "forward") + phase_bytes(plan.forward, rank, workspace)
+    forward = accumulator_bytes(plan, rank, "forward") + phase_bytes(plan.forward, rank, workspace, plan.groups)
     if plan.backward is None:
         return forward
     kept = _row_bytes(plan.forward, ("out", "lse"), rank, plan)
-    backward = accumulator_bytes(plan, rank, "backward") + phase_bytes(plan.backward, rank, workspace)
+    backward = accumulator_bytes(plan, rank, "backward") + phase_bytes(plan.backward, rank, workspace, plan.groups)
     return max(forward, kept + backward)
 
 
-def phase_bytes(phase: PhasePlan, rank: int, workspace: Workspace) -> int:
-    """Travelling buffers and the largest workspace of one phase."""
+def phase_bytes(phase: PhasePlan, rank: int, workspace: Workspace, groups: int) -> int:
+    """Travelling buffers of all groups of heads and the largest workspace of one."""
     operands = sum(phase.slot_rows(rank)) * phase.operands.row_bytes
     operands += max(phase.slot_rows(rank)) * sum(field.row_bytes for field in phase.operands.statistics)
     rows = phase.result_slot_rows(rank)
@@ -45,7 +45,7 @@ def phase_bytes(phase: PhasePlan, rank: int, workspace: Workspace) -> int:
         for step in phase.rounds[rank]
         if step.pieces
     )
-    return operands + results + max(work, default=0)
+    return groups * (operands + results) + max(work, default=0)
 
 
 def accumulator_bytes(plan: Plan, rank: int, phase: str) -> int:
@@ -63,4 +63,4 @@ def _row_bytes(phase: PhasePlan, names: tuple[str, ...], rank: int, plan: Plan) 
     """Bytes of home tensors with a row for each of a rank's queries or keys."""
     fields = make_bundle(names, phase.shapes).fields
     rows = {True: plan.key_layout.local_tokens(rank), False: plan.layout.local_tokens(rank)}
-    return sum(field.row_bytes * rows[field.name in KEY_SIDE] for field in fields)
+    return plan.groups * sum(field.row_bytes * rows[field.name in KEY_SIDE] for field in fields)

@@ -259,6 +259,8 @@ class Plan:
     backward: PhasePlan | None
     workspace: Callable[[PhasePlan, Round, bool], int] | None = None
     """Bytes that the kernel allocates for itself in a round, visiting or at home; `plan()` fills it in."""
+    groups: int = 1
+    """Groups of heads that take turns; each phase is the plan of one of them."""
 
     def phase(self, name: str) -> PhasePlan:
         """The plan of "forward" or "backward"."""
@@ -281,11 +283,11 @@ class Plan:
 
     def bytes_sent(self, rank: int, phase: str) -> int:
         """Bytes that `rank` hands to the transport in a phase, without the control channel."""
-        return self.phase(phase).bytes_sent(self._require_rank(rank))
+        return self.groups * self.phase(phase).bytes_sent(self._require_rank(rank))
 
     def flops(self, rank: int, phase: str) -> int:
         """Floating-point operations of the matrix products that `rank` computes in a phase."""
-        return self.phase(phase).flops(self._require_rank(rank))
+        return self.groups * self.phase(phase).flops(self._require_rank(rank))
 
     def direction(self, phase: str) -> str:
         """Which side moves: "kv" or "query"."""

@@ -10,6 +10,8 @@ whose gradient comes through out alone; a gradient on lse takes the plain kernel
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -72,9 +74,10 @@ class CpuFlashKernel(TileKernel):
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         tiles = (tile for piece in pieces for tile in split_piece(piece, BACKWARD_ROWS, BACKWARD_COLS))
+        dtype = backward_dtype(x.q.dtype)
         for _, neighbours in groupby(tiles, key=lambda tile: (tile.q0, tile.q1)):
             first, *rest = neighbours
-            rows = _prepare_rows(first.queries, x)
+            rows = _prepare_rows(first.queries, x, dtype)
             for tile in (first, *rest):
                 self._backward_tile(tile, rows, x.k, x.v, gradients, scale)
             del rows
@@ -85,8 +88,8 @@ class CpuFlashKernel(TileKernel):
         parts = FLASH_BACKWARD(
             rows.dout,
             rows.q,
-            dense_rows(k[:, :, tile.keys]),
-            dense_rows(v[:, :, tile.keys]),
+            dense_rows(k[:, :, tile.keys], rows.q.dtype),
+            dense_rows(v[:, :, tile.keys], rows.q.dtype),
             rows.out,
             rows.lse,
             dropout_p=0.0,
@@ -108,13 +111,26 @@ class QueryRows(NamedTuple):
     lse: Tensor
 
 
-def _prepare_rows(queries: slice, x: BackwardInputs) -> QueryRows:
-    dout = dense_rows(x.dout[:, :, queries])
-    out = stand_in_for_out(dout, x.delta[:, :, queries]) if x.out is None else dense_rows(x.out[:, :, queries])
+def _prepare_rows(queries: slice, x: BackwardInputs, dtype: torch.dtype) -> QueryRows:
+    dout = dense_rows(x.dout[:, :, queries], dtype)
+    out = stand_in_for_out(dout, x.delta[:, :, queries]) if x.out is None else dense_rows(x.out[:, :, queries], dtype)
     # A row without keys has lse = -inf; +inf makes its weights 0 instead of NaN.
     lse = x.lse[:, :, queries]
     lse = lse.masked_fill(lse == float("-inf"), float("inf")).contiguous()
-    return QueryRows(dout, dense_rows(x.q[:, :, queries]), out, lse)
+    return QueryRows(dout, dense_rows(x.q[:, :, queries], dtype), out, lse)
+
+
+@lru_cache(maxsize=1)
+def multiplies_bf16() -> bool:
+    """Whether this processor has instructions for bf16, so that the operator's backward is not slow in it."""
+    ask = getattr(torch.cpu, "get_capabilities", None)
+    found = ask() if ask is not None else {}
+    return found.get("architecture") != "x86_64" or any(found.get(name) for name in ("avx512_bf16", "amx_bf16"))
+
+
+def backward_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What backward computes in: without such instructions bf16 takes three times as long as fp32 with its casts."""
+    return torch.float32 if dtype == torch.bfloat16 and not multiplies_bf16() else dtype
 
 
 def _forward_bytes(tile: Tile, shapes: Shapes, moved: str) -> int:
@@ -128,12 +144,15 @@ def _forward_bytes(tile: Tile, shapes: Shapes, moved: str) -> int:
 
 def _backward_bytes(tile: Tile, shapes: Shapes, moved: str) -> int:
     """The same for backward, where the operator also makes a copy of its queries and a second block of scores."""
-    query, key, mask, cast = _tile_bytes(tile, shapes)
-    kept = 3 * query if moved == "query" else 0
-    preparing = query + 2 * max(query, cast) if moved == "query" else 0
-    dense = 2 * key if moved == "kv" else 0
+    dtype = backward_dtype(shapes.dtype)
+    # Another dtype is a copy of everything.
+    moved = moved if dtype == shapes.dtype else "all"
+    query, key, mask, cast = _tile_bytes(tile, replace(shapes, dtype=dtype))
+    kept = 3 * query if moved in ("query", "all") else 0
+    preparing = query + 2 * max(query, cast) if moved in ("query", "all") else 0
+    dense = 2 * key if moved in ("kv", "all") else 0
     results = query + 2 * key
-    inside = mask * shapes.dtype.itemsize + results + query + 2 * _score_bytes(tile)
+    inside = mask * dtype.itemsize + results + query + 2 * _score_bytes(tile)
     return max(preparing, kept + max(dense + MASK_BUILDING * mask, dense + inside, results + cast))
 
 
@@ -153,8 +172,10 @@ def _tile_bytes(tile: Tile, shapes: Shapes) -> tuple[int, int, int, int]:
     return query, key, mask, 0 if size == 4 else max(query, key) * 4 // size
 
 
-def dense_rows(x: Tensor) -> Tensor:
+def dense_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The same tensor with each head's rows next to each other: the operator is a third slower on scattered ones."""
+    if dtype not in (None, x.dtype):
+        return x.to(dtype, memory_format=torch.contiguous_format)
     return x if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] else x.contiguous()
 
 
