@@ -45,13 +45,13 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure against baselines in the same run")
     bench.add_argument(
         "suite",
-        choices=("local", "gpu"),
-        help="local: processes on this CPU against one; gpu: kernels and rings on one GPU",
+        choices=("local", "gpu", "hosts"),
+        help="local: processes on this CPU against one; gpu: kernels and rings on one GPU; hosts: rings between hosts",
     )
     bench.add_argument("--tokens", type=int, default=16384, help="length of the whole sequence (default 16384)")
     bench.add_argument("--repeat", type=int, default=5, help="measured repetitions, interleaved (default 5)")
     bench.add_argument("--flash", help="gpu: what to activate under torch's flash operator, e.g. FA4")
-    bench.add_argument("--only", help="gpu: one part alone, e.g. tax or masks")
+    bench.add_argument("--only", help="gpu, hosts: one part alone, e.g. tax or speed")
     bench.add_argument("--output", help="append the rows, as JSON lines, to this file")
     bench.set_defaults(run=_bench)
 
@@ -68,6 +68,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), default="bfloat16")
     plan.set_defaults(run=_plan)
+
+    hosts = commands.add_parser(
+        "hosts",
+        help="run a script by torchrun on hosts made on this machine (root, Linux)",
+        usage="burst hosts [options] -- script.py [its arguments]",
+    )
+    hosts.add_argument("--count", type=int, default=2, help="hosts to make (default 2)")
+    hosts.add_argument("--mbit", type=float, help="limit of every host's link, each way, in Mbit/s (default none)")
+    hosts.add_argument("--ranks", type=int, default=1, help="ranks on every host (default 1)")
+    hosts.add_argument("--timeout", type=float, default=3600.0, help="seconds until all is killed (default 3600)")
+    hosts.add_argument("--clean", action="store_true", help="only remove what killed runs have left behind")
+    hosts.add_argument("script", nargs=argparse.REMAINDER, help="what torchrun is to run: a script, or -m module")
+    hosts.set_defaults(run=_hosts)
     return parser
 
 
@@ -91,6 +104,11 @@ def _bench(args: argparse.Namespace) -> int:
 
         gpu(repeat=args.repeat, output=args.output, flash=args.flash, only=args.only)
         return 0
+    if args.suite == "hosts":
+        from burst_attention.bench_hosts import hosts
+
+        hosts(args.repeat, args.output, args.only)
+        return 0
     from burst_attention.bench import local
 
     local(tokens=args.tokens, repeat=args.repeat, output=args.output)
@@ -104,6 +122,34 @@ def _plan(args: argparse.Namespace) -> int:
     options |= {"mask": parse_mask(args.mask), "dtype": getattr(torch, args.dtype)}
     print(plan(args.tokens, args.ranks, **options))
     return 0
+
+
+def _hosts(args: argparse.Namespace) -> int:
+    from burst_attention.hosts import Hosts, hosts_refusal, remove_leftovers
+
+    if reason := hosts_refusal():
+        raise ValueError(f"no hosts can be made here: {reason}")
+    if args.clean:
+        for name in remove_leftovers():
+            print(f"removed {name}")
+        return 0
+    # argparse leaves the separator in or takes it out, as Python's version has it.
+    script = args.script[1:] if args.script[:1] == ["--"] else args.script
+    if not script:
+        raise ValueError("nothing to run; give a script, e.g. burst hosts --count 2 -- script.py")
+
+    def show(host: int, line: str) -> None:
+        # One write, for hosts may speak at once.
+        print("[host {}] {}\n".format(host, line.rstrip("\n")), end="", flush=True)
+
+    with Hosts(args.count, mbit=args.mbit) as hosts:
+        outcomes = hosts.torchrun(script, args.ranks, timeout=args.timeout, on_line=show)
+    for outcome in outcomes:
+        if outcome.killed:
+            print(f"burst hosts: host {outcome.host} was not done, and was killed", file=sys.stderr)
+    # As a shell and `timeout` have it: 128 and the signal for a process that one ended, 124 where time was up.
+    statuses = [o.status if o.status >= 0 else 128 - o.status for o in outcomes if not o.killed]
+    return max(statuses, default=0) or (124 if any(o.killed for o in outcomes) else 0)
 
 
 if __name__ == "__main__":

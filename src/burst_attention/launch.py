@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,15 +49,33 @@ def run_processes(
     Raises RankFailedError when any of them raises, dies, or is not done after `timeout` seconds; none is left behind.
     On Linux processes are forked and `fn` may be a closure; elsewhere it must be picklable.
     """
+    return run_entered(fn, ring_size, _stay_on_loopback, timeout=timeout, ring_timeout=ring_timeout, threads=threads)
+
+
+def run_entered(
+    fn: Callable[[Ring], Result],
+    ring_size: int,
+    enter: Callable[[int], None],
+    *,
+    timeout: float,
+    ring_timeout: float,
+    threads: int,
+    meanwhile: Callable[[list[Any]], None] | None = None,
+) -> list[Result]:
+    """Like `run_processes`; each process first calls `enter(rank)`, which says where it is and how gloo connects it.
+
+    `meanwhile(processes)` runs in a thread of this process as soon as all are started; what it raises is raised here.
+    """
     context: Any = multiprocessing.get_context(START_METHOD)
     _load_what_ranks_need()
     _let_threads_end()
     with tempfile.TemporaryDirectory(prefix="burst-ring-") as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(ring_size)]
+        store = os.path.join(folder, "store")
         processes = [
             context.Process(
                 target=_rank_main,
-                args=(fn, rank, ring_size, os.path.join(folder, "store"), pipes[rank][1], ring_timeout, threads),
+                args=(fn, rank, ring_size, enter, store, pipes[rank][1], ring_timeout, threads),
                 daemon=True,
             )
             for rank in range(ring_size)
@@ -67,12 +85,47 @@ def run_processes(
                 process.start()
             for _, sender in pipes:
                 sender.close()
-            return _collect([receiver for receiver, _ in pipes], processes, timeout)
+            with _beside(meanwhile, processes, timeout):
+                return _collect([receiver for receiver, _ in pipes], processes, timeout)
         finally:
             for process in processes:
                 if process.is_alive():
                     process.kill()
                 process.join()
+
+
+def _stay_on_loopback(rank: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+
+
+@contextlib.contextmanager
+def _beside(act: Callable[[list[Any]], None] | None, processes: list[Any], timeout: float) -> Iterator[None]:
+    """Run `act` in a thread beside the body, and wait for it where the body ended by itself."""
+    if act is None:
+        yield
+        return
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act(processes)
+        except BaseException as error:
+            errors.append(error)
+
+    failure: RankFailedError | None = None
+    thread = threading.Thread(target=run, daemon=True, name="burst-meanwhile")
+    thread.start()
+    try:
+        yield
+    except RankFailedError as error:
+        failure = error
+    thread.join(timeout)
+    if errors:
+        raise errors[0] from failure
+    if thread.is_alive():
+        raise RuntimeError(f"what runs beside the ranks is not done {timeout:g} s after them") from failure
+    if failure is not None:
+        raise failure
 
 
 def _load_what_ranks_need() -> None:
@@ -108,15 +161,24 @@ def _is_running(task: Path) -> bool:
 
 
 def _rank_main(
-    fn: Callable[[Ring], Any], rank: int, size: int, store: str, pipe: Connection, ring_timeout: float, threads: int
+    fn: Callable[[Ring], Any],
+    rank: int,
+    size: int,
+    enter: Callable[[int], None],
+    store: str,
+    pipe: Connection,
+    ring_timeout: float,
+    threads: int,
 ) -> None:
     # First of all: a forked child hangs in its first parallel region when it inherits the parent's thread pool.
     torch.set_num_threads(threads)
-    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     try:
+        enter(rank)
         file_store = dist.FileStore(store, size)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=file_store, rank=rank, world_size=size)
-        result = fn(Ring.from_group(timeout=ring_timeout))
+        # Kept until the process ends: closing its connections while others still talk would take time and threads.
+        ring = Ring.from_group(timeout=ring_timeout)
+        result = fn(ring)
         # Plain pickle copies tensors; multiprocessing's own would hand over files that end with this process.
         pipe.send_bytes(pickle.dumps((True, result)))
         # A rank that ended while others still talk to it would look like a dead one.

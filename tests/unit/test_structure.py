@@ -27,7 +27,7 @@ LAYERS = [
     {"burst_attention", "launch", "namespaces"},
     {"exactness", "hosts"},
     {"check", "bench"},
-    {"bench_tax", "bench_million"},
+    {"bench_tax", "bench_million", "bench_hosts"},
     {"bench_kernels"},
     {"bench_gpu"},
     {"cli"},

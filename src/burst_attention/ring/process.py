@@ -34,8 +34,8 @@ CAUSE_SECONDS = 0.5
 _FOREVER = timedelta(days=365)
 _MOMENT = timedelta(seconds=1)
 HOST_BYTES = 128
-UNUSED_TAG = 99
-"""Of a message on the control group that nobody sends."""
+CONTROL_TAG, UNUSED_TAG = 0, 99
+"""Of records on the control group, and of a message there that nobody sends."""
 
 
 _MESH_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -58,8 +58,13 @@ class ProcessRing(Ring):
             return
         ranks = dist.get_process_group_ranks(group)
         # Members only: other ranks of the world need not take part.
-        self._control = dist.new_group(ranks, timeout=_FOREVER, backend="gloo", use_local_synchronization=True)
-        self.hosts = _hosts_of(self._control, size)
+        limit = timedelta(seconds=timeout)
+        try:
+            self._control = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
+            self.hosts = _hosts_of(self._control, size, limit)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise RingError(f"rank {self.rank}: no ring of {size} ranks within {timeout:g} s: {reason}") from error
         peers = [peer for peer in range(size) if peer != self.rank]
         listeners = {peer: _start_daemon(_listen, self._control, peer, self._inbox) for peer in peers}
         weakref.finalize(self, _end_listeners, self._control, self._control_sends, listeners)
@@ -138,18 +143,18 @@ class ProcessRing(Ring):
     def _send_control(self, peer: int, data: bytes) -> None:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         try:
-            self._control_sends.append((dist.isend(buffer, group=self._control, group_dst=peer), buffer))
+            self._control_sends.append((self._control.send([buffer], peer, CONTROL_TAG), buffer))
         except RuntimeError as error:
             self._inbox.leave(peer, f"its control connection is closed ({error})")
 
 
-def _hosts_of(control: Any, size: int) -> tuple[str, ...]:
+def _hosts_of(control: Any, size: int, limit: timedelta) -> tuple[str, ...]:
     """The host of each rank: its name and the address of its network, for containers may share a name."""
     mine = torch.zeros(HOST_BYTES, dtype=torch.uint8)
     name = host_identity().encode()[:HOST_BYTES]
     mine[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
     found = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(found, mine, group=control)
+    dist.all_gather(found, mine, group=control, async_op=True).wait(limit)
     return tuple(bytes(data.tolist()).rstrip(b"\0").decode(errors="replace") for data in found)
 
 
@@ -238,7 +243,7 @@ def _listen(group: Any, peer: int, inbox: Inbox) -> None:
     buffer = torch.empty(RECORD_BYTES, dtype=torch.uint8)
     while True:
         try:
-            dist.recv(buffer, group=group, group_src=peer)
+            group.recv([buffer], peer, CONTROL_TAG).wait(_FOREVER)
         except Exception as error:
             inbox.leave(peer, f"its control connection closed ({str(error).splitlines()[0]})")
             return

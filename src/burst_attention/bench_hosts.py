@@ -1,0 +1,253 @@
+"""`burst bench hosts`: rings between hosts with limited links, made as network namespaces on this machine.
+
+What is compared runs in turns within one run, on the same hosts: the links' real rate cancels in every ratio.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_attention import engine
+from burst_attention.api import burst_attention, plan
+from burst_attention.bench import append_rows, machine
+from burst_attention.hosts import Hosts, hosts_refusal
+from burst_attention.layout import Layout
+from burst_attention.mask import causal, full
+from burst_attention.ring import Ring
+from burst_attention.schedule import PhasePlan, Plan
+
+Rows = Iterator[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class HostsCase:
+    """Hosts, their links, and the attention of one comparison."""
+
+    hosts: int
+    per_host: int
+    mbit: float
+    tokens_per_rank: int
+    heads: int = 32
+    kv_heads: int = 32
+    head_dim: int = 64
+    causal: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.per_host
+
+    @property
+    def call(self) -> dict[str, Any]:
+        layout = Layout("zigzag" if self.causal else "contiguous", self.ranks * self.tokens_per_rank, self.ranks)
+        return {"mask": causal() if self.causal else full(), "layout": layout}
+
+    def plan(self, topology: str = "flat", **options: Any) -> Plan:
+        shapes: dict[str, Any] = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        per_host = self.per_host if topology == "double" else 1
+        tokens = self.ranks * self.tokens_per_rank
+        return plan(tokens, self.ranks, dtype=self.dtype, ranks_per_host=per_host, **shapes, **self.call, **options)
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "hosts": self.hosts, "per_host": self.per_host, "mbit": self.mbit, "causal": self.causal,
+            "tokens_per_rank": self.tokens_per_rank, "heads": self.heads, "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim, "dtype": str(self.dtype).removeprefix("torch."),
+        }  # fmt: skip
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        torch.manual_seed(0)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        q, k, v, dout = (
+            torch.randn(1, count, self.tokens_per_rank, self.head_dim).to(self.dtype).requires_grad_()
+            for count in heads
+        )
+        return q, k, v, dout.detach()
+
+
+Variant = dict[str, Any]
+"""Options of a call, and "stub": what is left out, "compute" or "transfer"."""
+
+
+def attend(ring: Ring, case: HostsCase, options: Variant, backward: bool) -> float:
+    """Seconds of one forward, with backward if asked, on this rank, from a common start."""
+    q, k, v, dout = case.inputs()
+    with torch.set_grad_enabled(backward):
+        dist.barrier()
+        started = time.perf_counter()
+        out = burst_attention(q, k, v, ring=ring, check="off", **case.call, **options)
+        if backward:
+            torch.autograd.grad(out, (q, k, v), dout)
+        return time.perf_counter() - started
+
+
+@contextlib.contextmanager
+def stubbed(ring: Ring, what: str | None) -> Iterator[None]:
+    """Leave out what a rank computes, or what it transfers, so that the other can be timed alone."""
+    if what is None:
+        yield
+        return
+    if what == "compute":
+        names = ["_compute_round", "_combine", "_turn_over"]
+        kept = {name: getattr(engine.PhaseRun, name) for name in names}
+        for name in ("_compute_round", "_combine"):
+            setattr(engine.PhaseRun, name, lambda *args: None)
+        try:
+            yield
+        finally:
+            for name, method in kept.items():
+                setattr(engine.PhaseRun, name, method)
+        return
+    ring.__dict__.update(_start=lambda pending: None, _finish=lambda pending: None, buffer=_zeros)
+    try:
+        yield
+    finally:
+        for name in ("_start", "_finish", "buffer"):
+            del ring.__dict__[name]
+
+
+def _zeros(nbytes: int, device: torch.device, what: str) -> Tensor:
+    """What never arrives must not be garbage that arithmetic is slow on."""
+    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+
+def compare(
+    hosts: Hosts, case: HostsCase, variants: dict[str, Variant], repeat: int, backward: bool
+) -> dict[str, dict[str, float]]:
+    """Seconds of each variant, in turns: the slowest rank's, the median of the repetitions with both ends."""
+
+    def body(ring: Ring) -> dict[str, list[float]]:
+        times: dict[str, list[float]] = {name: [] for name in variants}
+        for turn in range(repeat + 1):
+            for name, variant in variants.items():
+                options = {key: value for key, value in variant.items() if key != "stub"}
+                with stubbed(ring, variant.get("stub")):
+                    spent = attend(ring, case, options, backward)
+                if turn:
+                    times[name].append(spent)
+        return times
+
+    ranks = hosts.run(body, case.per_host, timeout=900, ring_timeout=300)
+    slowest = {name: [max(times) for times in zip(*(rank[name] for rank in ranks), strict=True)] for name in variants}
+    return {
+        name: {"median": statistics.median(times), "least": min(times), "most": max(times)}
+        for name, times in slowest.items()
+    }
+
+
+def between_bytes(made: Plan, case: HostsCase) -> int:
+    """Bytes that the busiest host sends to others, both phases; in a flat ring laid host by host too."""
+    phases = [phase for phase in (made.forward, made.backward) if phase]
+    return made.groups * max(sum(_leaving(phase, case, host) for phase in phases) for host in range(case.hosts))
+
+
+def _leaving(phase: PhasePlan, case: HostsCase, host: int) -> int:
+    sends = (t for rank in range(case.ranks) for step in phase.rounds[rank] for t in step.sends)
+    of = case.per_host
+    return sum(phase.nbytes(t) for t in sends if t.source // of == host and t.target // of != host)
+
+
+SMALL: dict[str, Any] = {"tokens_per_rank": 32, "heads": 32, "kv_heads": 32, "head_dim": 512}
+"""Few operations per byte, so that two cores for all ranks are faster than the links."""
+SPEED = tuple(HostsCase(2, per_host, 200, causal=masked, **SMALL) for per_host in (2, 4) for masked in (False, True))
+
+
+def speed_rows(repeat: int) -> Rows:
+    """Flat against double ring, forward + backward."""
+    for case in SPEED:
+        with Hosts(case.hosts, mbit=case.mbit) as hosts:
+            rate = hosts.link_rate()
+            before = hosts.bytes_sent(0)
+            times = compare(hosts, case, {"flat": {"topology": "flat"}, "double": {"topology": "double"}}, repeat, True)
+            sent = hosts.bytes_sent(0) - before
+        planned = {name: between_bytes(case.plan(name), case) for name in ("flat", "double")}
+        yield {
+            "suite": "hosts-speed", **case.fields(), "repeat": repeat, "link_mbit": round(rate, 1),
+            "flat_s": times["flat"], "double_s": times["double"],
+            "ratio": round(times["flat"]["median"] / times["double"]["median"], 3),
+            "planned_ratio": round(planned["flat"] / planned["double"], 3),
+            "planned_bytes": planned, "floor_s": {name: 8e-6 * count / rate for name, count in planned.items()},
+            "sent_bytes": sent, "planned_sent_bytes": (repeat + 1) * sum(planned.values()),
+        }  # fmt: skip
+
+
+DIRECTIONS = tuple(
+    HostsCase(4, 1, 200, causal=masked, **(SMALL | {"kv_heads": kv_heads}))
+    for kv_heads in (32, 8)
+    for masked in (False, True)
+)
+
+
+def direction_rows(repeat: int) -> Rows:
+    """Backward with the query side or the key side moving, and what is chosen, forward + backward."""
+    sides = ("query", "kv", "auto")
+    for case in DIRECTIONS:
+        with Hosts(case.hosts, mbit=case.mbit) as hosts:
+            rate = hosts.link_rate()
+            times = compare(hosts, case, {side: {"direction": side} for side in sides}, repeat, True)
+        planned = {side: between_bytes(case.plan(direction=side), case) for side in sides}
+        yield {
+            "suite": "hosts-directions", **case.fields(), "repeat": repeat, "link_mbit": round(rate, 1),
+            **{f"{side}_s": times[side] for side in sides}, "planned_bytes": planned,
+            "ratio": round(times["kv"]["median"] / times["query"]["median"], 3),
+            "planned_ratio": round(planned["kv"] / planned["query"], 3),
+            "auto_over_better": round(times["auto"]["median"] / min(times[s]["median"] for s in sides[:2]), 3),
+        }  # fmt: skip
+
+
+HIDDEN = (
+    (HostsCase(2, 1, 200, 4096, heads=8, kv_heads=8), False),
+    (HostsCase(2, 1, 100, 8192, heads=4, kv_heads=4), False),
+    (HostsCase(2, 1, 200, 4096, heads=8, kv_heads=8), True),
+    (HostsCase(2, 1, 800, 2048, heads=16, kv_heads=16), False),
+)
+
+
+def hidden_rows(repeat: int) -> Rows:
+    """How much of the transfers is hidden behind compute, from three timings of one run."""
+    variants: dict[str, Variant] = {"both": {}, "compute": {"stub": "transfer"}, "transfer": {"stub": "compute"}}
+    for case, backward in HIDDEN:
+        with Hosts(case.hosts, mbit=case.mbit) as hosts:
+            rate = hosts.link_rate()
+            times = compare(hosts, case, variants, repeat, backward)
+        both, compute, transfer = (times[name]["median"] for name in ("both", "compute", "transfer"))
+        yield {
+            "suite": "hosts-hidden", **case.fields(), "repeat": repeat, "link_mbit": round(rate, 1),
+            "backward": backward, **{f"{name}_s": times[name] for name in variants},
+            "hidden": round((compute + transfer - both) / min(compute, transfer), 3),
+        }  # fmt: skip
+
+
+PARTS: dict[str, Callable[[int], Rows]] = {
+    "speed": speed_rows,
+    "directions": direction_rows,
+    "hidden": hidden_rows,
+}
+
+
+def hosts(repeat: int, output: str | None = None, only: str | None = None) -> list[dict[str, Any]]:
+    """Measure on hosts of this machine, print the rows, and append each to `output` when it is given."""
+    if only not in (None, *PARTS):
+        raise ValueError(f"--only takes one of {', '.join(PARTS)}, got {only!r}")
+    if repeat < 1:
+        raise ValueError(f"--repeat must be at least 1, got {repeat}")
+    if reason := hosts_refusal():
+        raise ValueError(f"bench hosts cannot make hosts here: {reason}")
+    rows = []
+    for part, make in PARTS.items():
+        if only in (None, part):
+            for row in make(repeat):
+                rows.append(row | machine())
+                print(json.dumps(row), flush=True)
+                append_rows(output, rows[-1:])
+    return rows
