@@ -24,7 +24,7 @@ from burst_attention.hosts import Hosts, hosts_refusal
 from burst_attention.layout import Layout
 from burst_attention.mask import causal, full
 from burst_attention.ring import Ring
-from burst_attention.schedule import PhasePlan, Plan
+from burst_attention.schedule import Plan
 
 Rows = Iterator[dict[str, Any]]
 
@@ -98,9 +98,8 @@ def stubbed(ring: Ring, what: str | None) -> Iterator[None]:
         yield
         return
     if what == "compute":
-        names = ["_compute_round", "_combine", "_turn_over"]
-        kept = {name: getattr(engine.PhaseRun, name) for name in names}
-        for name in ("_compute_round", "_combine"):
+        kept = {name: getattr(engine.PhaseRun, name) for name in ("_compute_round", "_combine")}
+        for name in kept:
             setattr(engine.PhaseRun, name, lambda *args: None)
         try:
             yield
@@ -146,15 +145,17 @@ def compare(
 
 
 def between_bytes(made: Plan, case: HostsCase) -> int:
-    """Bytes that the busiest host sends to others, both phases; in a flat ring laid host by host too."""
-    phases = [phase for phase in (made.forward, made.backward) if phase]
-    return made.groups * max(sum(_leaving(phase, case, host) for phase in phases) for host in range(case.hosts))
+    """Bytes that the busiest host sends to others, both phases."""
+    return max(leaving_bytes(made, case, host) for host in range(case.hosts))
 
 
-def _leaving(phase: PhasePlan, case: HostsCase, host: int) -> int:
-    sends = (t for rank in range(case.ranks) for step in phase.rounds[rank] for t in step.sends)
+def leaving_bytes(made: Plan, case: HostsCase, host: int) -> int:
+    """Bytes that a host sends to others, both phases; in a flat ring laid host by host too."""
+    phases = (phase for phase in (made.forward, made.backward) if phase)
+    sends = ((phase, t) for phase in phases for rounds in phase.rounds for step in rounds for t in step.sends)
     of = case.per_host
-    return sum(phase.nbytes(t) for t in sends if t.source // of == host and t.target // of != host)
+    leaving = (phase.nbytes(t) for phase, t in sends if t.source // of == host and t.target // of != host)
+    return made.groups * sum(leaving)
 
 
 SMALL: dict[str, Any] = {"tokens_per_rank": 32, "heads": 32, "kv_heads": 32, "head_dim": 512}
@@ -162,22 +163,33 @@ SMALL: dict[str, Any] = {"tokens_per_rank": 32, "heads": 32, "kv_heads": 32, "he
 SPEED = tuple(HostsCase(2, per_host, 200, causal=masked, **SMALL) for per_host in (2, 4) for masked in (False, True))
 
 
+STUBBED: dict[str, Variant] = {
+    "flat transfer": {"topology": "flat", "stub": "compute"},
+    "double transfer": {"topology": "double", "stub": "compute"},
+    "double compute": {"topology": "double", "stub": "transfer"},
+}
+
+
 def speed_rows(repeat: int) -> Rows:
-    """Flat against double ring, forward + backward."""
+    """Flat against double ring, forward + backward, and what each takes without its compute or its transfers."""
+    variants: dict[str, Variant] = {name: {"topology": name} for name in ("flat", "double")}
     for case in SPEED:
         with Hosts(case.hosts, mbit=case.mbit) as hosts:
             rate = hosts.link_rate()
             before = hosts.bytes_sent(0)
-            times = compare(hosts, case, {"flat": {"topology": "flat"}, "double": {"topology": "double"}}, repeat, True)
+            times = compare(hosts, case, variants, repeat, True)
             sent = hosts.bytes_sent(0) - before
+            alone = compare(hosts, case, STUBBED, repeat, True)
         planned = {name: between_bytes(case.plan(name), case) for name in ("flat", "double")}
         yield {
             "suite": "hosts-speed", **case.fields(), "repeat": repeat, "link_mbit": round(rate, 1),
             "flat_s": times["flat"], "double_s": times["double"],
+            "alone_s": {name: spent["median"] for name, spent in alone.items()},
             "ratio": round(times["flat"]["median"] / times["double"]["median"], 3),
             "planned_ratio": round(planned["flat"] / planned["double"], 3),
             "planned_bytes": planned, "floor_s": {name: 8e-6 * count / rate for name, count in planned.items()},
-            "sent_bytes": sent, "planned_sent_bytes": (repeat + 1) * sum(planned.values()),
+            "sent_bytes": sent,
+            "planned_sent_bytes": (repeat + 1) * sum(leaving_bytes(case.plan(name), case, 0) for name in variants),
         }  # fmt: skip
 
 
