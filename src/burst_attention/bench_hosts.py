@@ -91,9 +91,33 @@ def attend(ring: Ring, case: HostsCase, options: Variant, backward: bool) -> flo
         return time.perf_counter() - started
 
 
+class Buffers:
+    """A ring's buffers, kept from one call for the next: without transfers they hold what arrived before.
+
+    Zeros would not do, for compute depends on its data.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, int], list[Tensor]] = {}
+        self.taken: dict[tuple[str, int], int] = {}
+
+    def start_call(self) -> None:
+        self.taken.clear()
+
+    def __call__(self, nbytes: int, device: torch.device, what: str) -> Tensor:
+        key = what, nbytes
+        index = self.taken[key] = self.taken.get(key, -1) + 1
+        kept = self.kept.setdefault(key, [])
+        if index == len(kept):
+            kept.append(torch.zeros(nbytes, dtype=torch.uint8, device=device))
+        return kept[index]
+
+
 @contextlib.contextmanager
-def stubbed(ring: Ring, what: str | None) -> Iterator[None]:
+def stubbed(ring: Ring, what: str | None, buffers: Buffers) -> Iterator[None]:
     """Leave out what a rank computes, or what it transfers, so that the other can be timed alone."""
+    buffers.start_call()
+    ring.__dict__["buffer"] = buffers
     if what is None:
         yield
         return
@@ -107,17 +131,12 @@ def stubbed(ring: Ring, what: str | None) -> Iterator[None]:
             for name, method in kept.items():
                 setattr(engine.PhaseRun, name, method)
         return
-    ring.__dict__.update(_start=lambda pending: None, _finish=lambda pending: None, buffer=_zeros)
+    ring.__dict__.update(_start=lambda pending: None, _finish=lambda pending: None)
     try:
         yield
     finally:
-        for name in ("_start", "_finish", "buffer"):
+        for name in ("_start", "_finish"):
             del ring.__dict__[name]
-
-
-def _zeros(nbytes: int, device: torch.device, what: str) -> Tensor:
-    """What never arrives must not be garbage that arithmetic is slow on."""
-    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
 def compare(
@@ -127,10 +146,11 @@ def compare(
 
     def body(ring: Ring) -> dict[str, list[float]]:
         times: dict[str, list[float]] = {name: [] for name in variants}
+        buffers = Buffers()
         for turn in range(repeat + 1):
             for name, variant in variants.items():
                 options = {key: value for key, value in variant.items() if key != "stub"}
-                with stubbed(ring, variant.get("stub")):
+                with stubbed(ring, variant.get("stub"), buffers):
                     spent = attend(ring, case, options, backward)
                 if turn:
                     times[name].append(spent)
