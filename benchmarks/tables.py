@@ -85,7 +85,8 @@ def claims_table() -> list[str]:
 
 
 def of_suite(suite: str) -> list[Row]:
-    return [row for row in rows_of("gpu") if row["suite"] == suite]
+    """All rows of a part of a benchmark, from the file of the benchmark's name."""
+    return [row for row in rows_of(suite.partition("-")[0]) if row["suite"] == suite]
 
 
 def heads_of(row: Row) -> str:
@@ -232,6 +233,69 @@ def gpu_sizes_plot() -> list[str]:
     return [f"![TFLOP/s by tile size]({PLOT.relative_to(PAGE.parent)})"]
 
 
+HOST_KEYS = ("hosts", "per_host", "mbit", "causal", "kv_heads", "tokens_per_rank")
+
+
+def host_cells(row: Row) -> str:
+    mask = "causal" if row["causal"] else "full"
+    return f"{row['hosts']} x {row['per_host']} | {row['mbit']:.0f}, {row['link_mbit']:.0f} | {mask}"
+
+
+def seconds(spent: Row) -> str:
+    return f"{spent['median']:.2f} ({spent['least']:.2f} to {spent['most']:.2f})"
+
+
+def hosts_speed_table() -> list[str]:
+    lines = [
+        "| hosts x ranks | Mbit/s: asked, found | mask | flat ring, s | double ring, s | flat / double | planned "
+        "| transfers alone: flat, double, s | compute alone, s | bytes a host sent over planned | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in latest(of_suite("hosts-speed"), *HOST_KEYS):
+        alone = row["alone_s"]
+        lines.append(
+            f"| {host_cells(row)} | {seconds(row['flat_s'])} | {seconds(row['double_s'])} | **{row['ratio']:.2f}** | "
+            f"{row['planned_ratio']:.2f} | {alone['flat transfer']:.2f}, {alone['double transfer']:.2f} | "
+            f"{alone['double compute']:.2f} | {row['sent_bytes'] / row['planned_sent_bytes']:.3f} | {row['commit']} |"
+        )
+    return lines
+
+
+def hosts_directions_table() -> list[str]:
+    lines = [
+        "| hosts x ranks | Mbit/s: asked, found | mask | heads | query side, s | key side, s | key / query | planned "
+        "| chosen over the better | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in latest(of_suite("hosts-directions"), *HOST_KEYS):
+        lines.append(
+            f"| {host_cells(row)} | {heads_of(row)} | {seconds(row['query_s'])} | {seconds(row['kv_s'])} | "
+            f"**{row['ratio']:.2f}** | {row['planned_ratio']:.2f} | {row['auto_over_better']:.3f} | {row['commit']} |"
+        )
+    return lines
+
+
+def hosts_hidden_table() -> list[str]:
+    lines = [
+        "| hosts x ranks | Mbit/s: asked, found | mask | S, H | phases | both, s | compute alone, s "
+        "| transfers alone, s | hidden | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in latest(of_suite("hosts-hidden"), *HOST_KEYS, "backward"):
+        phases = "forward + backward" if row["backward"] else "forward"
+        lines.append(
+            f"| {host_cells(row)} | {row['tokens_per_rank']}, {row['heads']} | {phases} | {seconds(row['both_s'])} | "
+            f"{seconds(row['compute_s'])} | {seconds(row['transfer_s'])} | **{row['hidden']:.2f}** | {row['commit']} |"
+        )
+    return lines
+
+
+def hosts_links_table() -> list[str]:
+    rows = latest(of_suite("hosts-links"), "mbit")
+    lines = ["| asked, Mbit/s | a socket gets | commit |", "|---|---|---|"]
+    return lines + [f"| {row['mbit']:.0f} | {row['link_mbit']:.0f} | {row['commit']} |" for row in rows]
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "local": local_table,
     "exactness": exactness_table,
@@ -244,6 +308,10 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "gpu-sizes": gpu_sizes_plot,
     "gpu-masks": gpu_masks_table,
     "gpu-million": gpu_million_table,
+    "hosts-speed": hosts_speed_table,
+    "hosts-directions": hosts_directions_table,
+    "hosts-hidden": hosts_hidden_table,
+    "hosts-links": hosts_links_table,
 }
 
 

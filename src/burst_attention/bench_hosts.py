@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from burst_attention.bench import append_rows, machine
 from burst_attention.hosts import Hosts, hosts_refusal
 from burst_attention.layout import Layout
 from burst_attention.mask import causal, full
-from burst_attention.ring import Ring
+from burst_attention.ring import Ring, TraceEvent
 from burst_attention.schedule import Plan
+from burst_attention.trace import timeline, write_chrome_trace
 
 Rows = Iterator[dict[str, Any]]
 
@@ -260,21 +262,66 @@ def hidden_rows(repeat: int) -> Rows:
         }  # fmt: skip
 
 
+LINKS = (100, 200, 400, 800)
+
+
+def link_rows(repeat: int) -> Rows:
+    """What a plain socket gets of a link's rate, the best of the repetitions: others use this machine too."""
+    for mbit in LINKS:
+        with Hosts(2, mbit=mbit) as hosts:
+            rate = max(hosts.link_rate() for _ in range(repeat))
+        yield {"suite": "hosts-links", "mbit": mbit, "link_mbit": round(rate, 1), "repeat": repeat}
+
+
 PARTS: dict[str, Callable[[int], Rows]] = {
+    "links": link_rows,
     "speed": speed_rows,
     "directions": direction_rows,
     "hidden": hidden_rows,
 }
 
 
-def hosts(repeat: int, output: str | None = None, only: str | None = None) -> list[dict[str, Any]]:
-    """Measure on hosts of this machine, print the rows, and append each to `output` when it is given."""
+def draw_timeline(case: HostsCase, prefix: str) -> None:
+    """Trace one forward and backward of a double ring, print each round, and write PREFIX.json and PREFIX.svg."""
+
+    def body(ring: Ring) -> list[TraceEvent]:
+        attend(ring, case, {"topology": "double"}, True)
+        kept: list[TraceEvent] = []
+        ring.trace = kept
+        attend(ring, case, {"topology": "double"}, True)
+        return kept
+
+    with Hosts(case.hosts, mbit=case.mbit) as made:
+        traces = made.run(body, case.per_host, timeout=900, ring_timeout=300)
+    write_chrome_trace(f"{prefix}.json", traces)
+    Path(f"{prefix}.svg").write_text(timeline(traces))
+    print(
+        f"{'rank':>4} {'phase':8} {'round':>5} {'compute, ms':>12} {'wait, ms':>9} {'transfers due, ms (bytes sent)'}"
+    )
+    for rank, events in enumerate(traces):
+        for event in events:
+            moved = ", ".join(f"{1e3 * (t.done - t.posted):.0f} ({t.sent_bytes:,})" for t in event.transfers)
+            times = f"{1e3 * event.compute:12.1f} {1e3 * event.wait:9.1f}"
+            print(f"{rank:4} {event.phase:8} {event.round:5} {times} {moved}")
+    print(f"wrote {prefix}.json (open it in ui.perfetto.dev) and {prefix}.svg")
+
+
+def hosts(
+    repeat: int, output: str | None = None, only: str | None = None, trace: str | None = None
+) -> list[dict[str, Any]]:
+    """Measure on hosts of this machine, print the rows, and append each to `output` when it is given.
+
+    With `trace`, a double ring's rounds are drawn instead.
+    """
     if only not in (None, *PARTS):
         raise ValueError(f"--only takes one of {', '.join(PARTS)}, got {only!r}")
     if repeat < 1:
         raise ValueError(f"--repeat must be at least 1, got {repeat}")
     if reason := hosts_refusal():
         raise ValueError(f"bench hosts cannot make hosts here: {reason}")
+    if trace is not None:
+        draw_timeline(SPEED[0], trace)
+        return []
     rows = []
     for part, make in PARTS.items():
         if only in (None, part):

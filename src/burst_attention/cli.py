@@ -52,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--repeat", type=int, default=5, help="measured repetitions, interleaved (default 5)")
     bench.add_argument("--flash", help="gpu: what to activate under torch's flash operator, e.g. FA4")
     bench.add_argument("--only", help="gpu, hosts: one part alone, e.g. tax or speed")
+    bench.add_argument(
+        "--trace", metavar="PREFIX", help="hosts: draw a double ring's rounds, PREFIX.json and PREFIX.svg"
+    )
     bench.add_argument("--output", help="append the rows, as JSON lines, to this file")
     bench.set_defaults(run=_bench)
 
@@ -107,7 +110,7 @@ def _bench(args: argparse.Namespace) -> int:
     if args.suite == "hosts":
         from burst_attention.bench_hosts import hosts
 
-        hosts(args.repeat, args.output, args.only)
+        hosts(args.repeat, args.output, args.only, args.trace)
         return 0
     from burst_attention.bench import local
 

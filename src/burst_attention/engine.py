@@ -197,14 +197,15 @@ class PhaseRun:
         """Wait for what is due in a round, and take in results."""
         step = self.rounds[index]
         waiting = time.perf_counter()
-        for due, pending in self.under_way:
-            if due == step.index:
-                self.ring.wait(pending)
+        finished = [pending for due, pending in self.under_way if due == step.index]
+        for pending in finished:
+            self.ring.wait(pending)
         self.under_way = [entry for entry in self.under_way if entry[0] > step.index]
         if self.ring.trace is not None:
-            waited = time.perf_counter() - waiting
+            waited = waiting, time.perf_counter() - waiting
             blocks = tuple(visit.block for visit in step.visits)
-            self.ring.trace.append(TraceEvent(self.plan.phase, step.index, blocks, *self.computed, waited))
+            times = tuple(pending.time for pending in finished if pending.sends or pending.receives)
+            self.ring.trace.append(TraceEvent(self.plan.phase, step.index, blocks, *self.computed, *waited, times))
         for transfer in self.results_due.get(step.index, ()):
             self._combine(transfer, step)
         self.work.settle(ends=step is self.rounds[-1])

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from burst_attention import Ring
+from burst_attention import Ring, RingError
 from burst_attention.launch import RankFailedError, run_processes
 from tests.ring.fault_injection import attempt, fail, inject, step
 
@@ -122,3 +123,19 @@ def test_processes_that_take_too_long_are_ended_and_named() -> None:
     errors = survivors(body, 2, timeout=2.0)
     assert time.monotonic() - started < 10
     assert errors == {1: "not done after 2 s"}
+
+
+def test_a_ring_that_a_rank_does_not_make_is_an_error_within_the_timeout() -> None:
+    def body(ring: Ring) -> str:
+        group = dist.new_group([0, 1])
+        if ring.rank == 1:
+            time.sleep(4.0)
+            return "absent"
+        started = time.monotonic()
+        with pytest.raises(RingError) as caught:
+            Ring.from_group(group, timeout=1.5)
+        assert time.monotonic() - started < 10
+        return str(caught.value)
+
+    text, _ = run_processes(body, 2, timeout=60)
+    assert text.startswith("rank 0: no ring of 2 ranks within 1.5 s: ")

@@ -25,7 +25,7 @@ LAYERS = [
     {"ops"},
     {"api"},
     {"burst_attention", "launch", "namespaces"},
-    {"exactness", "hosts"},
+    {"exactness", "hosts", "trace"},
     {"check", "bench"},
     {"bench_tax", "bench_million", "bench_hosts"},
     {"bench_kernels"},

@@ -54,7 +54,15 @@ class Pending:
     grouped: Sequence[Any] = ()
     """Over NCCL, what the device is to wait for."""
     done: bool = False
+    posted_at: float = 0.0
+    done_at: float = 0.0
     error: tuple[Parcel, Exception] | None = None
+
+    @property
+    def time(self) -> TransferTime:
+        """When it was under way; on a GPU, until the host had told the device to wait for it."""
+        sent, received = (sum(parcel.tensor.nbytes for parcel in end) for end in (self.sends, self.receives))
+        return TransferTime(self.posted_at, self.done_at, sent, received, self.lane)
 
     @property
     def lane(self) -> int:
@@ -63,15 +71,28 @@ class Pending:
 
 
 @dataclass(frozen=True)
+class TransferTime:
+    """Transfers that were posted together: from when to when they were under way, and their bytes."""
+
+    posted: float
+    done: float
+    sent_bytes: int
+    received_bytes: int
+    lane: int
+
+
+@dataclass(frozen=True)
 class TraceEvent:
-    """One round on one rank: seconds spent computing, and then waiting for its transfers."""
+    """One round on one rank: seconds spent computing, and then waiting for transfers; and those that ended with it."""
 
     phase: str
     round: int
     blocks: tuple[int, ...]
     started: float
     compute: float
+    waited_from: float
     wait: float
+    transfers: tuple[TransferTime, ...] = ()
 
 
 class Inbox:
@@ -123,7 +144,7 @@ class Ring(ABC):
         self.agreed: dict[Any, Any] = {}
         """What earlier exchanges settled, for calls that check only once."""
         self.trace: list[TraceEvent] | None = None
-        """Set to a list to have every round's times appended."""
+        """A list that every round's times are appended to; None keeps none. `trace.py` draws it."""
         self.failed_first = False
         """Whether this rank broke the ring, rather than hearing that another did."""
         self._inbox = inbox
@@ -131,14 +152,18 @@ class Ring(ABC):
         _RINGS[name] = self
 
     @staticmethod
-    def from_group(group: Any = None, *, timeout: float | None = None) -> Ring:
+    def from_group(group: Any = None, *, timeout: float | None = None, trace: bool = False) -> Ring:
         """The ring over a torch.distributed group (default: the world). Collective over the group on first use.
 
         Asking again gives the same ring. `timeout` bounds every wait in seconds; None keeps what it is, 600 at first.
+        With `trace` every round's times are kept in `ring.trace`.
         """
         from burst_attention.ring.process import ring_from_group
 
-        return ring_from_group(group, timeout)
+        ring = ring_from_group(group, timeout)
+        if trace and ring.trace is None:
+            ring.trace = []
+        return ring
 
     @staticmethod
     def from_mesh(mesh: Any, *, hosts: str | None = None, timeout: float | None = None) -> Ring:
@@ -202,7 +227,7 @@ class Ring(ABC):
         for parcel in (*sends, *receives):
             assert parcel.tensor.is_contiguous(), f"{parcel.what}: a parcel must be contiguous"
         self.bytes_sent += sum(parcel.tensor.nbytes for parcel in sends)
-        pending = Pending(sends, receives, where)
+        pending = Pending(sends, receives, where, posted_at=time.perf_counter())
         self._start(pending)
         return pending
 
@@ -236,6 +261,7 @@ class Ring(ABC):
         if not pending.sends and not pending.receives:
             return
         self._finish(pending)
+        pending.done_at = pending.done_at or time.perf_counter()
 
     def _tell_all(self, record: dict[str, Any]) -> bytes:
         data = encode_record(record)

@@ -8,6 +8,7 @@ import os
 import queue
 import socket
 import threading
+import time
 import weakref
 from collections import deque
 from datetime import timedelta
@@ -266,6 +267,7 @@ def _complete_one(pending: Pending | None, inbox: Inbox) -> bool:
         except Exception as error:
             pending.error = parcel, error
             break
+    pending.done_at = time.perf_counter()
     with inbox.changed:
         pending.done = True
         inbox.changed.notify_all()
