@@ -1,0 +1,63 @@
+"""Flat and double rings on 2, 3 and 4 hosts: the core's rule, and between hosts the bytes that the plan says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from burst_attention import Ring, burst_attention, full, plan
+from burst_attention.exactness import Sharding, gather, judge, run_rank
+from burst_attention.hosts import Hosts
+from tests.ring.matrix import problem_of, require_exact
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_rings_on_hosts_are_exact(count: int) -> None:
+    """With 1 and 2 ranks on each, both directions; a ring finds by itself who shares a host."""
+    with Hosts(count) as hosts:
+        for ranks, direction, heads in ((1, "kv", "MHA"), (2, "query", "GQA4"), (2, "kv", "MHA")):
+            problem = problem_of("causal", heads, "bf16", 257)
+            sharding = Sharding(count * ranks, "zigzag", direction, direction, ranks)
+
+            def body(ring: Ring, problem: Any = problem, sharding: Any = sharding) -> Any:
+                return ring.ranks_per_host(), run_rank(ring, problem, sharding)
+
+            found = hosts.run(body, ranks, timeout=60, ring_timeout=30)
+            assert [per_host for per_host, _ in found] == [ranks] * (count * ranks)
+            require_exact(problem, sharding, judge(problem, gather(problem, sharding, [part for _, part in found])))
+
+
+@pytest.mark.parametrize("topology", ["flat", "double"])
+def test_what_leaves_a_host_is_what_the_plan_says(topology: str) -> None:
+    tokens, heads, dim = 4096, 8, 64
+
+    def body(ring: Ring) -> None:
+        q, k, v = (torch.ones(1, heads, tokens // 4, dim, requires_grad=True) for _ in range(3))
+        burst_attention(q, k, v, ring=ring, topology=topology).sum().backward()
+
+    with Hosts(2) as hosts:
+        hosts.run(lambda ring: None, 2, timeout=40)
+        start = hosts.bytes_sent(0)
+        hosts.run(lambda ring: None, 2, timeout=40)
+        idle = hosts.bytes_sent(0) - start
+        before = hosts.bytes_sent(0)
+        hosts.run(body, 2, timeout=60, ring_timeout=30)
+        sent = hosts.bytes_sent(0) - before - idle
+    per_host = 2 if topology == "double" else 1
+    made = plan(tokens, 4, heads=heads, head_dim=dim, dtype=torch.float32, mask=full(), ranks_per_host=per_host)
+    phases = [phase for phase in (made.forward, made.backward) if phase]
+    planned = made.groups * sum(
+        phase.nbytes(t)
+        for phase in phases
+        for rank in (0, 1)
+        for step in phase.rounds[rank]
+        for t in step.sends
+        if t.target >= 2
+    )
+    shard = tokens // 4
+    rows = sum(made.groups * (phase.operands.row_bytes + phase.results.row_bytes) for phase in phases)
+    # Of two ranks a double ring sends one shard each, a flat one three in all.
+    assert planned == (2 if topology == "double" else 3) * shard * rows
+    assert planned <= sent <= 1.03 * planned, (sent, planned)
