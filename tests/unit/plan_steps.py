@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from burst_attention import Layout, Mask, Plan, blocks, plan
 from burst_attention.geometry import Piece
 from burst_attention.schedule import PhasePlan, Round, Transfer, Visit
-from tests.unit.oracle import Dense, MaskCase, masks, row_list
+from tests.unit.oracle import Dense, MaskCase, masks, piece_table, row_list
 
 DIRECTIONS = ("kv", "query")
 PHASES = ("forward", "backward")
@@ -138,3 +138,16 @@ def touched(phase: PhasePlan, visit: Visit) -> set[int]:
 def buffer_of(step: Round) -> list[tuple[int, int]]:
     """(block, row) in every place of the buffer of visiting blocks."""
     return [(visit.block, row) for visit in step.visits for row in row_list(visit.rows)]
+
+
+def require_each_pair_once(phase: PhasePlan, tables: list[list[Dense]]) -> None:
+    """Pieces compute each allowed pair once, for every head."""
+    counts = [[np.zeros((phase.shapes.heads, *table.shape), int) for table in row] for row in tables]
+    for rank, _, visit in visits(phase):
+        q_rank, k_rank = sides(phase, rank, visit.block)
+        heads = slice(*(visit.heads or (0, phase.shapes.heads)))
+        for piece in visit.pieces:
+            counts[q_rank][k_rank][heads] += piece_table(piece, *counts[q_rank][k_rank].shape[1:])
+    for count_row, table_row in zip(counts, tables, strict=True):
+        for count, table in zip(count_row, table_row, strict=True):
+            np.testing.assert_array_equal(count, np.broadcast_to(table.astype(int), count.shape))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +12,8 @@ from hypothesis import strategies as st
 from burst_attention import blocks, causal, full, plan
 from burst_attention.schedule import PhasePlan, PlanError, Transfer, simulate
 from burst_attention.topology import BETWEEN, INSIDE, DoubleRing, Stop
-from tests.unit.oracle import piece_table
 from tests.unit.plan_changes import exchanged, later, placed
-from tests.unit.plan_steps import DIRECTIONS, Case, cases, phases, sent, shard_tables, sides, steps, visits
+from tests.unit.plan_steps import DIRECTIONS, Case, cases, phases, require_each_pair_once, sent, shard_tables, steps
 
 FACTORS = [(hosts, size // hosts) for size in range(1, 17) for hosts in range(1, size + 1) if size % hosts == 0]
 SHARD = 8
@@ -85,15 +83,7 @@ def test_pieces_cover_each_allowed_pair_once_and_the_plan_can_run(
     case = case._replace(coalesce=1, per_host=per_host)
     tables = shard_tables(case)
     for phase in phases(case.plan(direction)):
-        counts = [[np.zeros((phase.shapes.heads, *table.shape), int) for table in row] for row in tables]
-        for rank, _, visit in visits(phase):
-            q_rank, k_rank = sides(phase, rank, visit.block)
-            heads = slice(*(visit.heads or (0, phase.shapes.heads)))
-            for piece in visit.pieces:
-                counts[q_rank][k_rank][heads] += piece_table(piece, *counts[q_rank][k_rank].shape[1:])
-        for count_row, table_row in zip(counts, tables, strict=True):
-            for count, table in zip(count_row, table_row, strict=True):
-                np.testing.assert_array_equal(count, np.broadcast_to(table.astype(int), count.shape))
+        require_each_pair_once(phase, tables)
         simulate(phase)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from burst_attention import Layout, blocks, causal, documents, plan, prefix, window
 from burst_attention.geometry import Piece
 from burst_attention.schedule import PhasePlan, Transfer, simulate
-from tests.unit.oracle import piece_table, row_list
+from tests.unit.oracle import row_list
 from tests.unit.plan_steps import (
     COALESCE,
     DIRECTIONS,
@@ -23,6 +23,7 @@ from tests.unit.plan_steps import (
     buffer_of,
     cases,
     phases,
+    require_each_pair_once,
     sent,
     shard_tables,
     sides,
@@ -55,15 +56,7 @@ def test_pieces_cover_each_allowed_pair_once_and_the_plan_can_run(case: Case, di
     tables = shard_tables(case)
     for phase in phases(case.plan(direction)):
         assert phase.direction == direction
-        counts = [[np.zeros((phase.shapes.heads, *table.shape), int) for table in row] for row in tables]
-        for rank, _, visit in visits(phase):
-            q_rank, k_rank = sides(phase, rank, visit.block)
-            heads = slice(*(visit.heads or (0, phase.shapes.heads)))
-            for piece in visit.pieces:
-                counts[q_rank][k_rank][heads] += piece_table(piece, *counts[q_rank][k_rank].shape[1:])
-        for count_row, table_row in zip(counts, tables, strict=True):
-            for count, table in zip(count_row, table_row, strict=True):
-                np.testing.assert_array_equal(count, np.broadcast_to(table.astype(int), count.shape))
+        require_each_pair_once(phase, tables)
         simulate(phase)
 
 
