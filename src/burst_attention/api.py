@@ -193,7 +193,8 @@ def plan(
     options = make_options(
         mask=mask, layout=layout, key_layout=key_layout, scale=None, head_dim=head_dim, direction=direction,
         forward_direction=forward_direction, wire_dtype=wire_dtype, kernel="auto", check="always", needs=needs,
-        returns_lse=return_lse, coalesce=coalesce, per_host=ranks_per_host, head_groups=head_groups,
+        returns_lse=return_lse, coalesce=coalesce, head_groups=head_groups,
+        per_host=1 if ranks_per_host == ring_size else ranks_per_host,
         kv_heads=kv_heads, device_type=device,
     )  # fmt: skip
     query_layout = resolve_layout(options.layout, tokens, ring_size)
@@ -224,6 +225,11 @@ def per_host_of(ring: Ring, topology: str) -> int:
         if topology == "double":
             raise
         return 1
+    if topology == "double" and per_host in (1, ring.size):
+        raise ValueError(
+            f"a double ring needs several hosts with several ranks each, got {ring.size // per_host} x {per_host}; use "
+            "topology='auto', or Ring.from_mesh(mesh, hosts=...) to say who shares a host"
+        )
     return 1 if per_host == ring.size else per_host
 
 

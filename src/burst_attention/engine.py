@@ -167,7 +167,7 @@ class PhaseRun:
             for field in plan.operands.statistics
         }
         if plan.topology.per_host > 1:
-            ring.open_lanes()
+            ring.open_lanes(home["q"].device)
         results = plan.result_slot_rows(ring.rank)
         precise = make_bundle(plan.results.names, plan.shapes)
         self.sent_as_computed = precise == plan.results

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 from burst_attention import Layout, Ring, burst_attention, causal, plan, run_ranks
@@ -176,3 +176,30 @@ def test_wrong_groups_are_refused(groups: object) -> None:
         assert (
             text is not None and f"head_groups must be 'auto' or a divisor of the 2 key heads, got {groups!r}" in text
         )
+
+
+@pytest.mark.parametrize(("size", "per_host"), [(4, 4), (4, 1)])
+def test_a_double_ring_of_one_host_or_of_single_ranks_is_refused(size: int, per_host: int) -> None:
+    for text in run_ranks(lambda ring: call(ring, topology="double"), size, timeout=30, ranks_per_host=per_host):
+        assert text is not None and f"several ranks each, got {size // per_host} x {per_host}" in text
+
+
+def test_a_plan_for_one_host_is_that_of_the_call() -> None:
+    flat, one_host = (
+        plan(64, 4, heads=4, head_dim=8, ranks_per_host=ranks, coalesce=coalesce)
+        for ranks, coalesce in ((1, 2), (4, 2))
+    )
+    assert one_host == flat and one_host.groups == 1
+
+
+def test_meshes_have_rings_of_their_own_made_once() -> None:
+    def body(ring: Ring) -> tuple[list[str], int, tuple[str, ...]]:
+        mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "between", "inside"))
+        rings = [Ring.from_mesh(mesh["between", "inside"], hosts="between", timeout=20) for _ in range(2)]
+        with pytest.raises(ValueError, match="ranks ascend row by row"):
+            Ring.from_mesh(DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b")), hosts="a")
+        return [made.name for made in rings], ring.ranks_per_host(), rings[0].hosts
+
+    for names, world_per_host, hosts in run_processes(body, 4, timeout=60):
+        assert len(set(names)) == 1
+        assert world_per_host == 4 and hosts == ("0", "0", "1", "1")

@@ -219,7 +219,7 @@ class Ring(ABC):
         """Memory for blocks that travel; `what` says which, such as "forward operand"."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def open_lanes(self) -> None:  # noqa: B027
+    def open_lanes(self, device: torch.device) -> None:  # noqa: B027
         """Make ready for transfers that overtake others; collective, where the transport must prepare for it."""
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], where: str) -> Pending:

@@ -41,7 +41,7 @@ class LoneRing(Ring):
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for parcel in pending.receives:
-                kind = "result" if parcel.channel else "operand"
+                kind = "result" if parcel.channel % 2 else "operand"
                 made = self._maker(f"{pending.where.split()[0]} {kind} copied", parcel.tensor.nbytes)
                 parcel.tensor.copy_(made)
 

@@ -39,7 +39,8 @@ CONTROL_TAG, UNUSED_TAG = 0, 99
 """Of records on the control group, and of a message there that nobody sends."""
 
 
-_MESH_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_MESH_GROUPS: dict[tuple[int, ...], tuple[Any, Any]] = {}
+"""By a mesh's shape and ranks: the world it was made in, and its group."""
 
 
 class ProcessRing(Ring):
@@ -100,9 +101,9 @@ class ProcessRing(Ring):
         operations += [dist.P2POp(dist.isend, p.tensor, group=group, group_peer=p.peer) for p in pending.sends]
         pending.grouped = dist.batch_isend_irecv(operations)
 
-    def open_lanes(self) -> None:
+    def open_lanes(self, device: torch.device) -> None:
         """NCCL runs a communicator's transfers one after the other, so each lane has one of its own."""
-        while dist.get_backend(self._group) == "nccl" and len(self._lane_groups) < LANES:
+        while device.type == "cuda" and len(self._lane_groups) < LANES:
             ranks = dist.get_process_group_ranks(self._group)
             self._lane_groups.append(dist.new_group(ranks, use_local_synchronization=True))
 
@@ -169,13 +170,21 @@ def host_identity() -> str:
 
 
 def group_of_mesh(mesh: Any) -> Any:
-    """The group of all ranks of a mesh of two dimensions, row by row; made once per set of ranks."""
+    """The group of all ranks of a mesh of two dimensions, row by row; made once for a mesh of that shape.
+
+    Never the world's own: a ring over that knows its hosts otherwise.
+    """
     ranks = mesh.mesh.flatten().tolist()
-    if ranks == list(range(dist.get_world_size())):
-        return dist.group.WORLD
-    if mesh not in _MESH_GROUPS:
-        _MESH_GROUPS[mesh] = dist.new_group(ranks, use_local_synchronization=True)
-    return _MESH_GROUPS[mesh]
+    if ranks != sorted(ranks):
+        raise ValueError(
+            f"a group numbers its ranks in ascending order, and the mesh has {mesh.mesh.tolist()}; make one whose "
+            "ranks ascend row by row"
+        )
+    key, world = (*mesh.mesh.shape, *ranks), dist.group.WORLD
+    made = _MESH_GROUPS.get(key)
+    if made is None or made[0] is not world:
+        made = _MESH_GROUPS[key] = world, dist.new_group(ranks, use_local_synchronization=True)
+    return made[1]
 
 
 def ring_from_group(group: Any, timeout: float | None) -> Ring:
