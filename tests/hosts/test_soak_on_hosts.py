@@ -24,13 +24,17 @@ PER_HOST = 2
 Act = Callable[[Hosts, list[Any], random.Random], None]
 
 
-def train(ring: Ring, steps: int = STEPS, slow: int | None = None, other: int | None = None) -> float:
+def train(
+    ring: Ring, steps: int = STEPS, slow: int | None = None, other: int | None = None, absent: int | None = None
+) -> float:
     """Steps of forward and backward on a double ring, then the error of one more that is compared with torch's."""
     for turn in range(steps):
         tokens = 512 if other == ring.rank and turn == steps // 2 else 1024
         q, k, v = (torch.ones(1, 2, tokens // ring.size, 64, requires_grad=True) for _ in range(3))
         if slow == ring.rank:
             time.sleep(0.3)
+        if absent == ring.rank and turn == steps // 2:
+            time.sleep(2 * RING_TIMEOUT)
         burst_attention(q, k, v, ring=ring, topology="double").sum().backward()
     return step_error(ring)
 
@@ -68,6 +72,7 @@ KINDS: dict[str, tuple[Act, dict[str, int], bool]] = {
     "link cut for a moment": (cut_for_a_moment, {}, True),
     "slow rank": (nothing, {"slow": 2}, True),
     "other arguments on one rank": (nothing, {"other": 1}, False),
+    "a rank that does not enter": (nothing, {"absent": 3}, False),
 }
 """What happens, how ranks take part, and whether it must end well."""
 
