@@ -16,6 +16,7 @@ from burst_attention.exactness import Problem, judge, truth
 
 RESULTS = Path(__file__).parent / "results" / "claims.jsonl"
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def best_seconds(run: Callable[[], object], repeat: int = 7) -> float:
@@ -46,6 +47,14 @@ def half_precision() -> str:
     return f"{best_seconds(lambda: FLASH(*half), 2) / best_seconds(lambda: FLASH(*single)):.1f} times the time"
 
 
+def bf16_backward() -> str:
+    q, k, v = (x.contiguous() for x in rows_of_tokens(torch.bfloat16))
+    out, lse = FLASH(q, k, v)
+    half = best_seconds(lambda: FLASH_BACKWARD(out, q, k, v, out, lse, 0.0, False))
+    wide = best_seconds(lambda: FLASH_BACKWARD(*(x.float() for x in (out, q, k, v, out)), lse, 0.0, False))
+    return f"{half / wide:.1f} times the time"
+
+
 def lse_ulp(dtype: torch.dtype) -> str:
     problem = Problem(1000, "causal()", 4, 4, 64, dtype)
     finding = next(found for found in judge(problem, truth(problem)[1]) if found.name == "lse")
@@ -60,6 +69,7 @@ def peak_shards(tokens: int, direction: str, coalesce: int = 1) -> str:
 CLAIMS: dict[str, Callable[[], str]] = {
     "torch's CPU flash operator on rows of all fields against dense rows, fp32": scattered_rows,
     "torch's CPU flash operator in fp16 against fp32": half_precision,
+    "backward of torch's CPU flash operator in bf16 against fp32 with its casts": bf16_backward,
     "lse of torch's CPU flash operator, bf16, T=1000, D=64, causal": lambda: lse_ulp(torch.bfloat16),
     "lse of torch's CPU flash operator, fp32, T=1000, D=64, causal": lambda: lse_ulp(torch.float32),
     "planned peak of backward, W=4, S=1024, fp32 MHA, key side": lambda: peak_shards(1024, "kv"),

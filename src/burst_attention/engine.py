@@ -209,7 +209,7 @@ class PhaseRun:
         for transfer in self.results_due.get(step.index, ()):
             self._combine(transfer, step)
         self.work.settle(ends=step is self.rounds[-1])
-        if self.plan.results.fields and self._sends_results(step):
+        if self.plan.results.fields and step.row_count:
             self._turn_over(step)
 
     def _post(self, step: Round) -> None:
@@ -220,9 +220,6 @@ class PhaseRun:
             sends = [self._parcel(t.target, t, self._outgoing(t, step, packed)) for t in step.sends if t.due == due]
             receives = [self._parcel(t.source, t, self._incoming(t, step)) for t in step.receives if t.due == due]
             self.under_way.append((due, self.ring.post(sends, receives, where)))
-
-    def _sends_results(self, step: Round) -> bool:
-        return 0 < step.index <= self.plan.topology.visiting_rounds and step.row_count > 0
 
     def _parcel(self, peer: int, transfer: Transfer, tensor: Tensor) -> Parcel:
         what = f"{transfer.channel} block {transfer.block}"
@@ -316,8 +313,7 @@ class PhaseRun:
 
     def _turn_over(self, step: Round) -> None:
         """What was computed, with what arrived for it, is sent in the next round, or from there on for a turn."""
-        ends_turn = (step.index + 1) % self.plan.topology.per_host == 0
-        name = "held" if ends_turn and self.plan.topology.per_host > 1 else "sending"
+        name = "held" if self.plan.topology.ends_turn(step.index) else "sending"
         if self.sent_as_computed:
             filled = self.computing
             self.computing = getattr(self, name)

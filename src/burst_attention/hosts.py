@@ -47,8 +47,8 @@ Result = TypeVar("Result")
 INTERFACE = "eth0"
 MOST_HOSTS = 200
 
-# A bucket smaller than one of the kernel's 64 KiB packets makes it cut each into frames: 72% of a core at 400 Mbit/s
-# where a larger one takes 5%. Two and a half milliseconds' worth is what 800 Mbit/s needs to come near its rate.
+# A bucket smaller than one of the kernel's 64 KiB packets makes it cut each into frames, which takes much of a core.
+# Two and a half milliseconds' worth is what 800 Mbit/s needs to come near its rate.
 LEAST_BURST_BYTES = 128 * 1024
 BURST_SECONDS = 0.0025
 # Long enough never to drop a packet: TCP's own windows keep the queue short, and a loss costs 200 ms of silence.

@@ -88,6 +88,10 @@ class DoubleRing:
         """The round in which the turn at a distance begins."""
         return -(-distance // self.coalesce) * self.per_host
 
+    def ends_turn(self, round_index: int) -> bool:
+        """Whether a round is the last of a turn, in a ring whose turns have several."""
+        return self.per_host > 1 and (round_index + 1) % self.per_host == 0
+
     def link(self, source: int, target: int) -> str:
         """The kind of link between two ranks."""
         return INSIDE if source // self.per_host == target // self.per_host else BETWEEN

@@ -59,9 +59,8 @@ def result_uses(plan: PhasePlan, rank: int) -> Iterator[Use]:
 
     Results that a turn ends with have a buffer of their own; the others are sent from one that changes every round.
     """
-    per_host = plan.topology.per_host
     for step in plan.rounds[rank]:
-        ends_turn = per_host > 1 and step.index % per_host == 0
+        ends_turn = plan.topology.ends_turn(step.index - 1)
         for transfer in (t for t in step.sends if t.channel == RESULT):
             what = f"results of round {step.index - 1} until round {transfer.due}"
             slot = HELD if ends_turn else SENDING

@@ -170,11 +170,9 @@ class _Builder:
         for turn in range(1, topology.turns):
             distances = topology.distances(turn)
             fresh = {d: subtract_rows(self.needed[block, d], self._shared(block, d)) for d in distances}
-            packed = unite_rows(pair for rows in fresh.values() for pair in rows)
+            # What home packs in round 0 for its own host lies in the same memory.
+            packed = self._packed_first(block) if turn == 1 else unite_rows(p for rows in fresh.values() for p in rows)
             posted, due = (turn - 1) * topology.per_host, turn * topology.per_host - 1
-            if turn == 1:
-                # What home packs in round 0 for its own host lies in the same memory.
-                packed = unite_rows((*packed, *self.needed[block, 0]))
             for distance in distances:
                 needed, target = self.needed[block, distance], topology.rank_at(block, Stop(distance, 0))
                 before = distance - topology.coalesce

@@ -161,17 +161,6 @@ class PhasePlan:
     def total_bytes(self) -> int:
         return sum(self.bytes_sent(rank) for rank in range(self.topology.size))
 
-    def bytes_between(self, source: int, target: int) -> int:
-        """Bytes that go from a host to another."""
-        per_host = self.topology.per_host
-        return sum(
-            self.nbytes(t)
-            for rounds in self.rounds
-            for step in rounds
-            for t in step.sends
-            if (t.source // per_host, t.target // per_host) == (source, target)
-        )
-
     @cached_property
     def bytes_between_hosts(self) -> int:
         """Bytes that leave any host; in a flat ring every rank counts as one."""

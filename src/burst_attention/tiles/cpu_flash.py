@@ -129,7 +129,7 @@ def multiplies_bf16() -> bool:
 
 
 def backward_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What backward computes in: without such instructions bf16 takes three times as long as fp32 with its casts."""
+    """What backward computes in: without such instructions bf16 takes over twice as long as fp32 with its casts."""
     return torch.float32 if dtype == torch.bfloat16 and not multiplies_bf16() else dtype
 
 
@@ -173,7 +173,7 @@ def _tile_bytes(tile: Tile, shapes: Shapes) -> tuple[int, int, int, int]:
 
 
 def dense_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The same tensor with each head's rows next to each other: the operator is a third slower on scattered ones."""
+    """The same tensor with each head's rows next to each other: the operator is slower on scattered ones."""
     if dtype not in (None, x.dtype):
         return x.to(dtype, memory_format=torch.contiguous_format)
     return x if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] else x.contiguous()
