@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from burst_attention.agreement import refuse
+from burst_attention.heads_ops import heads_forward_op
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask, full
-from burst_attention.ops import forward_op
-from burst_attention.options import TOPOLOGIES, Options, make_options, resolve_layout
+from burst_attention.ops import forward_op, plan_of
+from burst_attention.options import TOPOLOGIES, Options, make_options, require_head_degree, resolve_layout
 from burst_attention.ring import Ring
-from burst_attention.schedule import Plan, Shapes, build_plan
+from burst_attention.schedule import HeadsPlan, Plan, Shapes
 from burst_attention.tiles import TileRequest, pick_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -65,6 +66,7 @@ def burst_attention(
     coalesce: int | str = "auto",
     topology: str = "auto",
     head_groups: int | str = "auto",
+    heads: int = 1,
     **refused: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention over a sequence that is spread over the ranks of a ring.
@@ -98,6 +100,9 @@ def burst_attention(
             ranks each, as many on every host, numbered host by host.
         head_groups: in how many groups the heads are computed, which take turns: one computes while another's block is
             under way. "auto" is 2 in a double ring on CPU, 1 elsewhere.
+        heads: how many neighbouring ranks exchange heads for tokens before the ring (Ulysses): with as many as a host
+            has, blocks travel between hosts alone; with all of them there is no ring. A divisor of the ring's size and
+            at most the number of query heads; key heads are split, or copied where there are too few.
 
     Returns:
         out (B, H, S, E) in q's dtype, or (out, lse). A row with no allowed key gives 0 and -inf.
@@ -112,6 +117,7 @@ def burst_attention(
     try:
         _refuse_arguments(refused)
         _require_tensors(q, k, v)
+        require_head_degree(heads, ring.size)
         q, k, v = _autocast(q, k, v)
         needs = "".join(name for name, x in zip("qkv", (q, k, v), strict=True) if x.requires_grad)
         needs = needs if torch.is_grad_enabled() else ""
@@ -129,19 +135,30 @@ def burst_attention(
             needs=needs,
             returns_lse=return_lse,
             coalesce=coalesce,
-            per_host=per_host_of(ring, topology),
+            per_host=per_host_of(ring, topology, heads),
             head_groups=head_groups,
+            head_degree=heads,
+            heads=q.shape[1],
             kv_heads=k.shape[1],
             device_type=q.device.type,
         )
         _require_shards(q, k, v, options, mask, ring)
     except Exception as error:
         raise refuse(ring, error, check) from None
-    out, lse = forward_op(q, k, v, str(options), ring.name)
+    out, lse, *_ = (forward_op if heads == 1 else heads_forward_op)(q, k, v, str(options), ring.name)
     return (out, lse) if return_lse else out
 
 
-def plan(
+@overload
+def plan(tokens: int, ring_size: int, *, head_degree: Literal[1] = ..., **options: Any) -> Plan: ...
+
+
+@overload
+def plan(tokens: int, ring_size: int, *, head_degree: int, **options: Any) -> Plan | HeadsPlan: ...
+
+
+# The overloads' options are the arguments below, not any that one likes.
+def plan(  # type: ignore[misc]
     tokens: int,
     ring_size: int,
     *,
@@ -164,14 +181,15 @@ def plan(
     coalesce: int | str = "auto",
     ranks_per_host: int = 1,
     head_groups: int | str = "auto",
+    head_degree: int = 1,
     device: str = "cpu",
-) -> Plan:
+) -> Plan | HeadsPlan:
     """The plan that a call with these shapes would run, on every rank; needs no process group.
 
     Print it, or ask `.bytes_sent(rank, phase)`, `.flops(rank, phase)`, `.peak_bytes(rank)`, `.imbalance` and
     `.direction(phase)`. `requires_grad` are the letters of "qkv" that want gradients; `device`, "cpu" or "cuda", is the
     tensors'; with `kernel` and `return_lse`, as the call takes them, it decides whose workspace counts as memory.
-    With several `ranks_per_host` it is a double ring's.
+    With several `ranks_per_host` it is a double ring's; `head_degree` is the call's `heads`.
     """
     if isinstance(ranks_per_host, bool) or not isinstance(ranks_per_host, int) or ranks_per_host < 1:
         raise ValueError(f"ranks_per_host must be a whole number of at least 1, got {ranks_per_host!r}")
@@ -186,6 +204,7 @@ def plan(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     _require_heads(heads, kv_heads)
+    require_head_degree(head_degree, ring_size)
     _require_dtype(dtype)
     if not isinstance(requires_grad, str) or set(requires_grad) - set("qkv"):
         raise ValueError(f"requires_grad takes letters of 'qkv', got {requires_grad!r}")
@@ -194,7 +213,7 @@ def plan(
         mask=mask, layout=layout, key_layout=key_layout, scale=None, head_dim=head_dim, direction=direction,
         forward_direction=forward_direction, wire_dtype=wire_dtype, kernel="auto", check="always", needs=needs,
         returns_lse=return_lse, coalesce=coalesce, head_groups=head_groups,
-        per_host=1 if ranks_per_host == ring_size else ranks_per_host,
+        per_host=_inner_ranks(ranks_per_host, ring_size, head_degree), head_degree=head_degree, heads=heads,
         kv_heads=kv_heads, device_type=device,
     )  # fmt: skip
     query_layout = resolve_layout(options.layout, tokens, ring_size)
@@ -205,15 +224,20 @@ def plan(
     for name, given, found in (("tokens", tokens, query_layout), ("key_tokens", key_tokens, keys_layout)):
         if given is not None and given != found.tokens:
             raise ValueError(f"{name} {given} differs from the layout's {found.tokens} ({found})")
-    built = build_plan(
-        mask or full(), query_layout, keys_layout, shapes, forward_direction, direction, wire_dtype, needs,
-        options.coalesce, options.per_host, options.head_groups,
-    )  # fmt: skip
+    built = plan_of(options, mask or full(), query_layout, keys_layout, shapes, needs)
     tiles = pick_kernel(kernel, TileRequest(device, dtype, shapes.head_dim, shapes.value_dim, return_lse))
+    if isinstance(built, HeadsPlan):
+        return replace(built, rings=tuple(replace(p, workspace=tiles.workspace_bytes) for p in built.rings))
     return replace(built, workspace=tiles.workspace_bytes)
 
 
-def per_host_of(ring: Ring, topology: str) -> int:
+def _inner_ranks(per_host: int, ring_size: int, degree: int) -> int:
+    """Ranks per host of a ring between groups of `degree` ranks; 1 where it is flat."""
+    inner = per_host // degree if per_host % degree == 0 else 1
+    return 1 if inner == ring_size // degree else inner
+
+
+def per_host_of(ring: Ring, topology: str, degree: int = 1) -> int:
     """Ranks per host of the double ring that a call asks for; 1 for a flat ring."""
     if topology not in TOPOLOGIES:
         raise ValueError(f"topology must be one of {', '.join(map(repr, TOPOLOGIES))}, got {topology!r}")
@@ -225,12 +249,14 @@ def per_host_of(ring: Ring, topology: str) -> int:
         if topology == "double":
             raise
         return 1
-    if topology == "double" and per_host in (1, ring.size):
+    inner = _inner_ranks(per_host, ring.size, degree)
+    if topology == "double" and inner == 1:
+        taken = f" of which heads={degree} takes {degree} together" if degree > 1 else ""
         raise ValueError(
-            f"a double ring needs several hosts with several ranks each, got {ring.size // per_host} x {per_host}; use "
-            "topology='auto', or Ring.from_mesh(mesh, hosts=...) to say who shares a host"
+            f"a double ring needs several hosts with several ranks each, got {ring.size // per_host} x {per_host}"
+            f"{taken}; use topology='auto', or Ring.from_mesh(mesh, hosts=...) to say who shares a host"
         )
-    return 1 if per_host == ring.size else per_host
+    return inner
 
 
 def _refuse_arguments(arguments: dict[str, Any]) -> None:

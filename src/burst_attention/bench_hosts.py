@@ -58,7 +58,9 @@ class HostsCase:
         shapes: dict[str, Any] = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
         per_host = self.per_host if topology == "double" else 1
         tokens = self.ranks * self.tokens_per_rank
-        return plan(tokens, self.ranks, dtype=self.dtype, ranks_per_host=per_host, **shapes, **self.call, **options)
+        shapes |= {"dtype": self.dtype, "ranks_per_host": per_host}
+        made: Plan = plan(tokens, self.ranks, **shapes, **self.call, **options)
+        return made
 
     def fields(self) -> dict[str, Any]:
         return {

@@ -55,7 +55,8 @@ class TaxCase:
             "head_dim": self.head_dim,
             "dtype": self.dtype,
         }
-        return plan(self.tokens, self.ranks, device="cuda", **shapes, **self.options, **options)
+        made: Plan = plan(self.tokens, self.ranks, device="cuda", **shapes, **self.options, **options)
+        return made
 
 
 def median_ms(run: Callable[[], Any], repeat: int) -> float:

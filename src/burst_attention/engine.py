@@ -47,7 +47,8 @@ class RowBuffer:
             stride.append(self.bundle.row_bytes // size)
             if field.dim:
                 shape, stride = [*shape, field.dim], [*stride, 1]
-            views[field.name] = typed.as_strided(shape, stride, field.offset // size + first * stride[2])
+            begin = typed.storage_offset() + field.offset // size + first * stride[2]
+            views[field.name] = typed.as_strided(shape, stride, begin)
         return views
 
 
@@ -138,8 +139,7 @@ def run_phase(runs: Sequence[PhaseRun]) -> None:
                 if index < len(run.rounds):
                     run.begin(index)
     except BaseException as error:
-        place = f"{first.plan.phase} round {min(index, len(first.rounds) - 1)}"
-        first.ring.abort(f"rank {first.ring.rank} failed in {place}: {type(error).__name__}: {error}")
+        first.ring.fail(f"{first.plan.phase} round {min(index, len(first.rounds) - 1)}", error)
         raise
 
 

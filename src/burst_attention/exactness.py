@@ -61,6 +61,8 @@ class Sharding:
     direction: str = "auto"
     per_host: int = 1
     """Ranks that share a host in a double ring; 1 is a flat ring."""
+    heads: int = 1
+    """Neighbouring ranks that exchange heads."""
 
     def layout_for(self, problem: Problem) -> Layout:
         if self.layout == "balanced":
@@ -69,6 +71,7 @@ class Sharding:
 
     def __str__(self) -> str:
         ring = f"{self.ring_size // self.per_host}x{self.per_host}" if self.per_host > 1 else f"W{self.ring_size}"
+        ring += f"-heads{self.heads}" if self.heads > 1 else ""
         return f"{ring}-{self.layout}-{self.forward_direction}-{self.direction}"
 
 
@@ -110,6 +113,7 @@ def run_rank(
         "layout": layout,
         "direction": sharding.direction,
         "forward_direction": sharding.forward_direction,
+        "heads": sharding.heads,
     }
     if one_call:
         out, lse = burst_attention(q, k, v, return_lse=True, **options)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -37,6 +37,8 @@ class Layout:
     ring_size: int
     start: int = 0
     mask: Mask | None = None
+    per_group: int = 1
+    """More than 1 where `ring_size` counts groups of so many neighbouring ranks, whose shards are taken together."""
 
     def __post_init__(self) -> None:
         if self.name not in (*LAYOUT_NAMES, "balanced"):
@@ -105,7 +107,14 @@ class Layout:
 
     def __str__(self) -> str:
         start = f", {self.start}" if self.start or self.mask else ""
-        return f"{self.name}({self.tokens}, {self.ring_size}{start}{f', {self.mask}' if self.mask else ''})"
+        mask, groups = f", {self.mask}" if self.mask else "", f" by {self.per_group}" if self.per_group > 1 else ""
+        return f"{self.name}({self.tokens}, {self.ring_size * self.per_group}{start}{mask}){groups}"
+
+    def grouped(self, per_group: int) -> Layout:
+        """The same positions with so many neighbouring ranks taken together: each group holds all that they hold."""
+        if per_group < 1 or self.ring_size % per_group:
+            raise ValueError(f"{self} cannot be taken {per_group} ranks together; they must divide {self.ring_size}")
+        return replace(self, ring_size=self.ring_size // per_group, per_group=self.per_group * per_group)
 
     @property
     def end(self) -> int:
@@ -203,6 +212,8 @@ class Layout:
 @lru_cache(maxsize=256)
 def _all_runs(layout: Layout) -> tuple[tuple[Run, ...], ...]:
     tokens, ring_size, start = layout.tokens, layout.ring_size, layout.start
+    if layout.per_group > 1:
+        return _grouped_runs(replace(layout, ring_size=ring_size * layout.per_group, per_group=1), layout.per_group)
     if layout.name == "contiguous":
         size = -(-tokens // ring_size)
         runs = [[(start + rank * size, 1, min(size, tokens - rank * size))] for rank in range(ring_size)]
@@ -216,6 +227,17 @@ def _all_runs(layout: Layout) -> tuple[tuple[Run, ...], ...]:
         assert layout.mask is not None
         return _balanced_runs(layout, layout.mask)
     return tuple(tuple(Run(*run) for run in rank_runs if run[2] > 0) for rank_runs in runs)
+
+
+def _grouped_runs(layout: Layout, per_group: int) -> tuple[tuple[Run, ...], ...]:
+    """Each group's runs by where they begin; those of consecutive tokens are joined."""
+    if per_group == layout.ring_size:
+        return ((Run(layout.start, 1, layout.tokens),) if layout.tokens else (),)
+    found = []
+    for first in range(0, layout.ring_size, per_group):
+        runs = sorted(run for rank in range(first, first + per_group) for run in layout.runs(rank))
+        found.append(tuple(runs) if layout.stride > 1 else _join_runs(runs))
+    return tuple(found)
 
 
 def chunk_edges(start: int, tokens: int, chunks: int) -> list[int]:

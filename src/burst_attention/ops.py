@@ -18,10 +18,12 @@ from torch import Tensor
 
 from burst_attention.agreement import LocalCall, agree, shapes_of
 from burst_attention.engine import BackwardWork, ForwardWork, PhaseRun, Work, run_phase
+from burst_attention.layout import Layout
+from burst_attention.mask import Mask
 from burst_attention.merge import Deferred, State, clear
 from burst_attention.options import WIRE_DTYPES, Options, parse_options
 from burst_attention.ring import Ring, ring_named
-from burst_attention.schedule import PhasePlan, Plan, build_plan
+from burst_attention.schedule import HeadsPlan, PhasePlan, Plan, Shapes, build_heads_plan, build_plan
 from burst_attention.schedule.bundles import KEY_SIDE
 from burst_attention.tiles import Accumulator, TileKernel, TileRequest, pick_kernel
 
@@ -66,14 +68,16 @@ def _backward_impl(
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, text: str, ring: Ring) -> tuple[Tensor, Tensor]:
     """Agree, plan, run the rounds, and normalise."""
-    options, plan, kernel = prepare("forward", q, k, v, text, ring, None)
+    options, plan, kernel = prepare("forward", shapes_of(q, k, v), q.device, (q.shape[2], k.shape[2]), text, ring)
+    assert isinstance(plan, Plan)
     with told_to_all(ring, "forward"):
-        return _forward(q, k, v, options, plan, kernel, ring)
+        return attention(q, k, v, options.scale, plan, kernel, ring)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, plan: Plan, kernel: TileKernel, ring: Ring
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, plan: Plan, kernel: TileKernel, ring: Ring
 ) -> tuple[Tensor, Tensor]:
+    """(out, lse) by the rounds of a plan that all ranks agree on."""
     shapes = plan.forward.shapes
     accumulate = shapes.accumulate_dtype
     q_order, k_order = row_orders(plan, ring.rank, q.device)
@@ -88,7 +92,7 @@ def _forward(
     if state.deferred is None:
         clear(state)
     home = {"q": q, "k": k, "v": v, "acc": state.acc, "peak": state.peak, "total": state.total}
-    run_groups(plan, plan.forward, ring, home, ForwardWork(kernel, options.scale, state))
+    run_groups(plan, plan.forward, ring, home, ForwardWork(kernel, scale, state))
     out, lse = kernel.finish(state, q.dtype)
     return back_in_place(out, q_order), back_in_place(lse, q_order)
 
@@ -98,20 +102,24 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Agree, plan, run the rounds, and cast the gradients."""
     q, k, v, *_ = saved
-    options, plan, kernel = prepare("backward", q, k, v, text, ring, needs)
+    lengths = q.shape[2], k.shape[2]
+    options, plan, kernel = prepare("backward", shapes_of(q, k, v), q.device, lengths, text, ring, needs)
+    assert isinstance(plan, Plan)
     with told_to_all(ring, "backward"):
-        return _gradients(dout, dlse, saved, plan, options.scale, kernel, ring)
+        return attention_gradients(dout, dlse, saved, options.scale, plan, kernel, ring)
 
 
-def _gradients(
+def attention_gradients(
     dout: Tensor,
     dlse: Tensor | None,
     saved: tuple[Tensor, ...],
-    plan: Plan,
     scale: float,
+    plan: Plan,
     kernel: TileKernel,
     ring: Ring,
+    key_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) by the rounds of a plan that all ranks agree on; dk and dv in `key_dtype`, if given."""
     phase = plan.backward
     assert phase is not None
     needs, accumulate = phase.needs, phase.shapes.accumulate_dtype
@@ -128,9 +136,10 @@ def _gradients(
     run_groups(plan, phase, ring, home, BackwardWork(kernel, scale, totals))
     # Each accumulator goes as soon as it is cast.
     home.clear()
+    dtypes = dout.dtype, key_dtype or dout.dtype, key_dtype or dout.dtype
     dq, dk, dv = (
-        back_in_place(totals.pop(f"d{name}").finish(dout.dtype), order) if name in needs else dout.new_empty(0)
-        for name, order in (("q", q_order), ("k", k_order), ("v", k_order))
+        back_in_place(totals.pop(f"d{name}").finish(dtype), order) if name in needs else dout.new_empty(0)
+        for name, order, dtype in zip("qkv", (q_order, k_order, k_order), dtypes, strict=True)
     )
     return dq, dk, dv
 
@@ -173,27 +182,46 @@ def told_to_all(ring: Ring, phase: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        ring.abort(f"rank {ring.rank} failed in {phase}, outside its rounds: {type(error).__name__}: {error}")
+        ring.fail(f"{phase}, outside its rounds", error)
         raise
 
 
 def prepare(
-    phase: str, q: Tensor, k: Tensor, v: Tensor, text: str, ring: Ring, needs: str | None
-) -> tuple[Options, Plan, TileKernel]:
-    """Everything before the first hop: the agreement of all ranks, the plan, the kernel."""
+    phase: str,
+    shapes: Shapes,
+    device: torch.device,
+    lengths: tuple[int, int],
+    text: str,
+    ring: Ring,
+    needs: str | None = None,
+) -> tuple[Options, Plan | HeadsPlan, TileKernel]:
+    """Everything before the first hop: the agreement of all ranks, the plan, the kernel.
+
+    `lengths` are this rank's tokens of q and of k.
+    """
     options, mask = parse_options(text)
     needs = options.needs if needs is None else needs
-    shapes = shapes_of(q, k, v)
-    call = LocalCall(phase, shapes, q.device.type, q.shape[2], k.shape[2], options, needs)
-    layout, key_layout = options.layouts(*agree(ring, call))
+    call = LocalCall(phase, shapes, device.type, *lengths, options, needs)
+    plan = plan_of(options, mask, *options.layouts(*agree(ring, call)), shapes, needs)
+    dims = shapes.head_dim, shapes.value_dim
+    request = TileRequest(device.type, shapes.dtype, *dims, options.returns_lse, options.scale)
+    kernel = pick_kernel(options.kernel, request)
+    for ring_plan in plan.rings if isinstance(plan, HeadsPlan) else (plan,):
+        require_served(kernel, ring_plan)
+    return options, plan, kernel
+
+
+def plan_of(
+    options: Options, mask: Mask, layout: Layout, key_layout: Layout, shapes: Shapes, needs: str
+) -> Plan | HeadsPlan:
+    """What a call with these options runs."""
     wire_dtype = WIRE_DTYPES[options.wire_dtype] if options.wire_dtype else None
     sides = options.forward_direction, options.direction
     ways = options.coalesce, options.per_host, options.head_groups
-    plan = build_plan(mask, layout, key_layout, shapes, *sides, wire_dtype, needs, *ways)
-    request = TileRequest(q.device.type, q.dtype, shapes.head_dim, shapes.value_dim, options.returns_lse, options.scale)
-    kernel = pick_kernel(options.kernel, request)
-    require_served(kernel, plan)
-    return options, plan, kernel
+    if options.head_degree == 1:
+        return build_plan(mask, layout, key_layout, shapes, *sides, wire_dtype, needs, *ways)
+    rest = sides, wire_dtype, needs, ways, options.head_degree, options.returns_lse
+    return build_heads_plan(mask, layout, key_layout, shapes, *rest)
 
 
 def require_served(kernel: TileKernel, plan: Plan) -> None:
@@ -253,8 +281,9 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
 torch.library.register_autograd(FORWARD, _backward, setup_context=_save)
 
 
-def _refuse_double_backward(ctx: Any, *gradients: Tensor | None) -> Any:
+def refuse_double_backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    """What backward's own backward says."""
     raise RuntimeError("burst_attention has no double backward: gradients of its gradients are not implemented")
 
 
-torch.library.register_autograd(BACKWARD, _refuse_double_backward)
+torch.library.register_autograd(BACKWARD, refuse_double_backward)

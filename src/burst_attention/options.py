@@ -14,6 +14,7 @@ import torch
 
 from burst_attention.layout import LAYOUT_NAMES, Layout
 from burst_attention.mask import Mask, full, parse_mask
+from burst_attention.schedule import split_heads
 
 CHECKS = ("always", "first", "off")
 TOPOLOGIES = ("auto", "flat", "double")
@@ -48,6 +49,8 @@ class Options:
     """Ranks that share a host in a double ring; 1 is a flat ring."""
     head_groups: int
     """Groups of heads that take turns."""
+    head_degree: int
+    """Neighbouring ranks that exchange heads for tokens; 1 is a ring of all ranks."""
 
     def __str__(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -97,6 +100,8 @@ def make_options(
     coalesce: int | str,
     per_host: int,
     head_groups: int | str,
+    head_degree: int,
+    heads: int,
     kv_heads: int,
     device_type: str,
 ) -> Options:
@@ -129,7 +134,8 @@ def make_options(
         returns_lse=returns_lse,
         coalesce=_coalesce(coalesce, device_type, per_host),
         per_host=per_host,
-        head_groups=_head_groups(head_groups, kv_heads, per_host, device_type),
+        head_groups=_head_groups(head_groups, _kv_heads_alike(heads, kv_heads, head_degree), per_host, device_type),
+        head_degree=head_degree,
     )
 
 
@@ -177,6 +183,20 @@ def _coalesce(coalesce: int | str, device_type: str, per_host: int) -> int:
     if coalesce > 1 and per_host > 1:
         raise ValueError(f"coalesce={coalesce} needs topology='flat'; a double ring computes one block a round")
     return coalesce
+
+
+def require_head_degree(degree: object, ring_size: int) -> None:
+    """`heads=` of a call: how many neighbouring ranks exchange heads."""
+    if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1 or ring_size % degree:
+        raise ValueError(
+            f"heads must say how many neighbouring ranks exchange heads, a divisor of the ring's {ring_size} ranks, "
+            f"got {degree!r}"
+        )
+
+
+def _kv_heads_alike(heads: int, kv_heads: int, degree: int) -> int:
+    """Key heads that every rank's number of them is a multiple of: groups of heads must divide all."""
+    return math.gcd(*(len(keys) for keys in split_heads(heads, kv_heads, degree).keys))
 
 
 def _head_groups(groups: int | str, kv_heads: int, per_host: int, device_type: str) -> int:

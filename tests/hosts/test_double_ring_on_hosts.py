@@ -1,4 +1,4 @@
-"""Flat and double rings on 2, 3 and 4 hosts: the core's rule, and between hosts the bytes that the plan says."""
+"""Rings on 2, 3 and 4 hosts, flat, double and with heads exchanged: the core's rule, and the bytes that plans say."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from tests.ring.matrix import problem_of, require_exact
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_rings_on_hosts_are_exact(count: int) -> None:
-    """With 1 and 2 ranks on each, both directions; a ring finds by itself who shares a host."""
+    """With 1 and 2 ranks on each, both directions; a ring finds by itself who shares a host.
+
+    Heads are exchanged inside each host, and between hosts where each has one rank.
+    """
+    cases = (
+        (1, "kv", "MHA", 1), (2, "query", "GQA4", 1), (2, "kv", "MHA", 1), (2, "query", "MHA", 2), (2, "kv", "GQA4", 2),
+        (1, "auto", "GQA4", count),
+    )  # fmt: skip
     with Hosts(count) as hosts:
-        for ranks, direction, heads in ((1, "kv", "MHA"), (2, "query", "GQA4"), (2, "kv", "MHA")):
+        for ranks, direction, heads, degree in cases:
             problem = problem_of("causal", heads, "bf16", 257)
-            sharding = Sharding(count * ranks, "zigzag", direction, direction, ranks)
+            sharding = Sharding(count * ranks, "zigzag", direction, direction, ranks, degree)
 
             def body(ring: Ring, problem: Any = problem, sharding: Any = sharding) -> Any:
                 return ring.ranks_per_host(), run_rank(ring, problem, sharding)

@@ -29,15 +29,17 @@ def traced_peak(
     coalesce: int,
     key_layout: str | None = None,
     return_lse: bool = False,
+    heads: int = 1,
 ) -> int:
     """Most bytes allocated at once by a forward and backward, beyond its inputs."""
-    heads = (HEADS, kv_heads, kv_heads, HEADS)
-    q, k, v, dout = (torch.randn(1, count, SHARD, HEAD_DIM).to(dtype) for count in heads)
+    counts = (HEADS, kv_heads, kv_heads, HEADS)
+    q, k, v, dout = (torch.randn(1, count, SHARD, HEAD_DIM).to(dtype) for count in counts)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
 
     def run() -> None:
         options = {"mask": parse_mask(mask), "layout": layout, "direction": direction, "coalesce": coalesce}
-        found = burst_attention(q, k, v, ring=ring, key_layout=key_layout, return_lse=return_lse, **options)
+        options |= {"key_layout": key_layout, "return_lse": return_lse, "heads": heads}
+        found = burst_attention(q, k, v, ring=ring, **options)  # type: ignore[call-overload]
         out = found[0] if return_lse else found
         torch.autograd.grad(out, (q, k, v), dout)
 
@@ -103,6 +105,19 @@ def test_copies_in_another_order_are_planned(layout: str, key_layout: str, direc
     options |= {"mask": parse_mask("causal()"), "layout": layout, "key_layout": key_layout, "direction": direction}
     planned = plan(SHARD * 4, 4, coalesce=1, **options)
     for rank, peak in enumerate(run_processes(run_all, 4, timeout=120)):
+        assert planned.peak_bytes(rank) == pytest.approx(peak, rel=0.10), f"rank {rank}"
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_exchanged_heads_are_planned(dtype: torch.dtype, degree: int, kv_heads: int) -> None:
+    case = ("causal()", "zigzag", "auto", dtype, kv_heads, 1, None, False, degree)
+    options: dict[str, Any] = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": HEAD_DIM, "dtype": dtype}
+    planned = plan(
+        SHARD * 4, 4, layout="zigzag", mask=parse_mask("causal()"), coalesce=1, head_degree=degree, **options
+    )
+    for rank, peak in enumerate(run_processes(lambda ring: traced_peak(ring, *case), 4, timeout=120)):
         assert planned.peak_bytes(rank) == pytest.approx(peak, rel=0.10), f"rank {rank}"
 
 

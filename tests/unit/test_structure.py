@@ -23,6 +23,7 @@ LAYERS = [
     {"options", "tiles", "ring"},
     {"agreement", "engine"},
     {"ops"},
+    {"heads_ops"},
     {"api"},
     {"burst_attention", "launch", "namespaces"},
     {"exactness", "hosts", "trace"},

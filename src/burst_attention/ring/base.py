@@ -256,6 +256,10 @@ class Ring(ABC):
         self.failed_first = True
         self._tell_all({"kind": "abort", "call": self._call, "message": message})
 
+    def fail(self, where: str, error: BaseException) -> None:
+        """Tell every rank where and why this one's work ended."""
+        self.abort(f"rank {self.rank} failed in {where}: {type(error).__name__}: {error}")
+
     def wait(self, pending: Pending) -> None:
         """Return when everything posted has been sent and received; raise RingError when it cannot be."""
         if not pending.sends and not pending.receives:

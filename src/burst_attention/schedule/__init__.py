@@ -3,12 +3,14 @@
 from burst_attention.schedule.buffers import PlanError
 from burst_attention.schedule.build import build_plan
 from burst_attention.schedule.bundles import Bundle, Field, Shapes, make_bundle
+from burst_attention.schedule.heads import HeadsPlan, build_heads_plan, split_heads
 from burst_attention.schedule.plan import PhasePlan, Plan, Round, Transfer, Visit
 from burst_attention.schedule.simulate import simulate
 
 __all__ = [
     "Bundle",
     "Field",
+    "HeadsPlan",
     "PhasePlan",
     "Plan",
     "PlanError",
@@ -16,7 +18,9 @@ __all__ = [
     "Shapes",
     "Transfer",
     "Visit",
+    "build_heads_plan",
     "build_plan",
     "make_bundle",
     "simulate",
+    "split_heads",
 ]

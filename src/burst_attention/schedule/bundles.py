@@ -134,6 +134,7 @@ def make_bundle(names: tuple[str, ...], shapes: Shapes, wire_dtype: torch.dtype 
         "dv": (shapes.kv_heads, shapes.value_dim, wire),
         "acc": (*value, wire),
         "lse": (shapes.heads, 0, accumulate),
+        "dlse": (shapes.heads, 0, accumulate),
         "delta": (shapes.heads, 0, accumulate),
         "peak": (shapes.heads, 0, accumulate),
         "total": (shapes.heads, 0, accumulate),

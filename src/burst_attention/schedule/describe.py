@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from burst_attention.schedule.heads import HeadsPlan
 from burst_attention.schedule.plan import PhasePlan, Plan
 
 MAX_RANKS_DRAWN = 16
@@ -22,6 +23,21 @@ def describe(plan: Plan) -> str:
     ]
     phases = [phase for phase in (plan.forward, plan.backward) if phase]
     return "\n".join([*head, *(line for phase in phases for line in _phase_lines(phase, plan.groups))])
+
+
+def describe_heads(plan: HeadsPlan) -> str:
+    """Who exchanges which heads and how much, and the plan of the first members' ring."""
+    degree, groups = plan.split.degree, plan.layout.ring_size // plan.split.degree
+    lines = [f"heads exchanged between {degree} neighbouring ranks, then {degree} rings of {groups} ranks"]
+    for member, (first, last) in enumerate(plan.split.queries):
+        ranks = ", ".join(map(str, plan.ring_members(member)))
+        keys = ", ".join(map(str, plan.split.keys[member]))
+        lines.append(f"  ranks {ranks}: query heads {first} to {last - 1}, key heads {keys}")
+    for phase in ("forward", "backward") if plan.needs else ("forward",):
+        most = max(plan.exchanged_bytes(rank, phase) for rank in range(plan.layout.ring_size))
+        lines.append(f"{phase} exchange: at most {_size(most)} sent per rank")
+    peak = max(plan.peak_bytes(rank) for rank in range(plan.layout.ring_size))
+    return "\n".join([*lines, f"peak {_size(peak)} per rank; the ring of the first:", describe(plan.rings[0])])
 
 
 def _phase_lines(phase: PhasePlan, groups: int) -> list[str]:
