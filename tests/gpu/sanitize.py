@@ -1,9 +1,12 @@
 """Our GPU kernels under NVIDIA's compute-sanitizer: `make sanitize`.
 
-In kernels whose groups of warps differ (warp_specialize) racecheck reports races in the handshake that the compiler
-makes to start and end them: the read of a task's number against the write of it. Those are counted apart and do not
-fail this check. They are told by their lines: both ends at the kernel's head or at its call of warp_specialize, where
-our own code reads and writes nothing. EMPTY is a control, whose groups do nothing with shared memory.
+In kernels whose groups of warps differ (warp_specialize) and meet at barriers in shared memory, racecheck reports races
+in the handshake that the compiler makes to start and end them: the read of a task's number against the write of it.
+They are false: a barrier of all threads stands between the two (tests/unit/test_offline_compile.py reads it from the
+instructions), and a kernel that has no data in shared memory, only such barriers, is reported alike (the control
+"meeting"; without barriers, "empty", it is not). They are counted apart and do not fail this check. They are told by
+their lines: both ends at the kernel's head or at its call of warp_specialize, where our own code reads and writes
+nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import torch
 ACCESS = re.compile(r"access at \S+ in (\S+):(\d+)")
 DISPATCH = ("@gluon.jit", "def ", "gl.warp_specialize(")
 TILES = Path(__file__).parents[2] / "src" / "burst_attention" / "tiles"
-SMALL_CASES, EMPTY = "tests.gpu.small_cases", "tests.gpu.sanitize"
+SMALL_CASES = ("tests.gpu.small_cases",)
+CONTROLS = {name: ("tests.gpu.sanitize", name) for name in ("empty", "meeting")}
 
 
 def is_dispatch(file: str, line: int) -> bool:
@@ -42,17 +46,17 @@ def races(report: str) -> tuple[int, list[str]]:
     return dispatch, others
 
 
-def run(tool: str, module: str) -> subprocess.CompletedProcess[str]:
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", sys.executable, "-m", module]
-    return subprocess.run([*command, *(["empty"] if module == EMPTY else [])], capture_output=True, text=True)
+def run(tool: str, module: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", sys.executable, "-m", *module]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
-def launch_empty() -> None:
-    """A kernel of two groups of warps that do nothing with shared memory."""
-    from tests.gpu.empty_groups import empty_groups_kernel
+def launch_control(name: str) -> None:
+    """One of the kernels of empty_groups.py."""
+    from tests.gpu import empty_groups
 
     out = torch.zeros(256, device="cuda")
-    empty_groups_kernel[(64,)](out, num_warps=4)
+    getattr(empty_groups, f"{name}_groups_kernel")[(64,)](out, num_warps=4)
     torch.cuda.synchronize()
     assert bool((out == 1).all())
 
@@ -60,17 +64,17 @@ def launch_empty() -> None:
 def main() -> int:
     memory = run("memcheck", SMALL_CASES)
     print("memcheck:", memory.stdout.strip().splitlines()[-1])
-    control, _ = races(run("racecheck", EMPTY).stdout)
+    controls = {name: races(run("racecheck", module).stdout)[0] for name, module in CONTROLS.items()}
     race = run("racecheck", SMALL_CASES)
     dispatch, others = races(race.stdout)
-    print(f"racecheck: {len(others)} races; on the handshake {dispatch} reports, and {control} for an empty kernel")
+    print(f"racecheck: {len(others)} races; reports on the handshake: {dispatch}, and in the controls {controls}")
     print(*others, sep="\n")
     finished = "float32" in memory.stdout and "float32" in race.stdout
     return 0 if finished and memory.returncode == 0 and not others else 1
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["empty"]:
-        launch_empty()
+    if sys.argv[1:]:
+        launch_control(sys.argv[1])
     else:
         sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ def compiled(kernel: Any, source: Any, types: dict[str, str], constants: dict[st
         else types.get(name) or INTEGERS.get(name) or ("*fp32" if name.endswith("_ptr") else "i32")
         for name in names
     }
-    signature["scale"] = "fp32"
+    if "scale" in names:
+        signature["scale"] = "fp32"
     aligned = [name for name in names if name.endswith(("_ptr", "_batch", "_head", "_row")) and name not in constants]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     values = {(names.index(name),): value for name, value in constants.items()}
@@ -50,6 +52,38 @@ def spilled(kernel: Any, folder: Path) -> int:
     return text.count(" LDL") + text.count(" STL")
 
 
+def instructions(kernel: Any) -> list[str]:
+    """The lines of a kernel's PTX that touch memory, wait or branch."""
+    lines = (line.strip().replace("\t", " ") for line in kernel.asm["ptx"].splitlines())
+    return [line for line in lines if re.match(r"(@|bar|ld\.shared|st\.|bra|brx|mbarrier|cp\.|wgmma|fence)", line)]
+
+
+def require_ordered_dispatch(kernel: Any) -> None:
+    """Between the write of the groups' tasks and each group's read of its own stands a barrier of all threads.
+
+    racecheck does not follow it in kernels that have barriers in shared memory too (tests/gpu/sanitize.py).
+    """
+    lines = instructions(kernel)
+    everyone = re.compile(r"barrier\.sync +1;")
+    reads = [index for index, line in enumerate(lines) if line.startswith("ld.shared.b8")]
+    constants = re.compile(r"st\.shared\S* +\[global_smem\S*\], \{?-?\d")
+    writes = [index for index, line in enumerate(lines) if constants.match(line)]
+    assert len(reads) == 1 and len(writes) == 2, (len(reads), len(writes))
+    assert everyone.match(lines[reads[0] - 1]), lines[reads[0] - 1]
+    assert re.match(r"(@.*bra|brx|bra)", lines[reads[0] + 1]), "the byte read does not decide where a group goes"
+    for index in writes:
+        assert everyone.match(lines[index + 1]), lines[index + 1]
+
+
+def test_the_handshake_of_groups_is_ordered_where_racecheck_doubts_it() -> None:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from tests.gpu.empty_groups import empty_groups_kernel, meeting_groups_kernel
+
+    for kernel in (empty_groups_kernel, meeting_groups_kernel):
+        require_ordered_dispatch(compiled(kernel, GluonASTSource, {}, {}, 90, 4))
+
+
 @pytest.mark.parametrize("carried", [False, True], ids=["plain", "carried"])
 def test_the_hopper_forward_uses_the_chip_and_spills_nothing(carried: bool, tmp_path: Path) -> None:
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -63,6 +97,7 @@ def test_the_hopper_forward_uses_the_chip_and_spills_nothing(carried: bool, tmp_
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
         assert instruction in kernel.asm["ptx"], instruction
     assert spilled(kernel, tmp_path) == 0
+    require_ordered_dispatch(kernel)
 
 
 def test_the_hopper_backward_uses_the_chip() -> None:
@@ -76,6 +111,7 @@ def test_the_hopper_backward_uses_the_chip() -> None:
     kernel = compiled(hopper_backward_kernel, GluonASTSource, types, {"D": 128, "STAGES": 3}, 90, 4)
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "setmaxnreg"):
         assert instruction in kernel.asm["ptx"], instruction
+    require_ordered_dispatch(kernel)
 
 
 @pytest.mark.parametrize("chip", [80, 100])
