@@ -26,7 +26,7 @@ LAYERS = [
     {"heads_ops"},
     {"api"},
     {"burst_attention", "launch", "namespaces"},
-    {"exactness", "hosts", "trace"},
+    {"exactness", "hosts", "trace", "integrations"},
     {"check", "bench"},
     {"bench_tax", "bench_million", "bench_hosts"},
     {"bench_kernels"},

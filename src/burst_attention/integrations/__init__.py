@@ -1,0 +1,1 @@
+"""Attention of other libraries' models on a ring."""
