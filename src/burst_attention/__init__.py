@@ -2,6 +2,7 @@
 
 from burst_attention.api import burst_attention, plan
 from burst_attention.layout import Layout
+from burst_attention.loss import linear_cross_entropy, linear_log_probs
 from burst_attention.mask import Mask, blocks, causal, documents, full, parse_mask, prefix, window
 from burst_attention.ring import Ring, RingError, run_ranks
 from burst_attention.schedule import Plan
@@ -19,6 +20,8 @@ __all__ = [
     "causal",
     "documents",
     "full",
+    "linear_cross_entropy",
+    "linear_log_probs",
     "parse_mask",
     "plan",
     "prefix",

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 triton = pytest.importorskip("triton", reason="needs triton")
-INTEGERS = {"blocks_ptr": "*i32", "entries_ptr": "*i32"}
+TYPES = {"blocks_ptr": "*i32", "entries_ptr": "*i32", "labels_ptr": "*i64"}
+TYPES |= dict.fromkeys(("scale", "softcap", "temperature"), "fp32")
 
 
 def descriptor(rows: int, dim: int, dtype: str = "bf16") -> str:
@@ -29,11 +30,9 @@ def compiled(kernel: Any, source: Any, types: dict[str, str], constants: dict[st
     signature = {
         name: "constexpr"
         if name in constants
-        else types.get(name) or INTEGERS.get(name) or ("*fp32" if name.endswith("_ptr") else "i32")
+        else types.get(name) or TYPES.get(name) or ("*fp32" if name.endswith("_ptr") else "i32")
         for name in names
     }
-    if "scale" in names:
-        signature["scale"] = "fp32"
     aligned = [name for name in names if name.endswith(("_ptr", "_batch", "_head", "_row")) and name not in constants]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     values = {(names.index(name),): value for name, value in constants.items()}
@@ -125,3 +124,18 @@ def test_the_forward_for_other_chips_compiles(chip: int) -> None:
     constants |= {"LOAD": True, "FINISH": False, "ONE_ENTRY": True, "NEGATIVE": False, "PRECISION": "tf32"}
     kernel = compiled(forward_kernel, ASTSource, types, constants, chip, 8)
     assert ("mma.sync" if chip == 80 else "tcgen05.mma") in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("chip", [80, 90, 100])
+def test_the_passes_over_logits_compile_and_spill_nothing(chip: int, tmp_path: Path) -> None:
+    from triton.compiler import ASTSource
+
+    from burst_attention.logits.fused import BLOCK, gradient_kernel, statistics_kernel
+
+    wanted = {"BLOCK": BLOCK, "CAP": True, "ENTROPY": True}
+    for kernel, types, constants in (
+        (statistics_kernel, {}, wanted | {"MEAN": True}),
+        (gradient_kernel, {"out_ptr": "*bf16"}, wanted),
+    ):
+        made = compiled(kernel, ASTSource, types, constants, chip, 8)
+        assert spilled(made, tmp_path) == 0
