@@ -45,13 +45,14 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure against baselines in the same run")
     bench.add_argument(
         "suite",
-        choices=("local", "gpu", "hosts"),
-        help="local: processes on this CPU against one; gpu: kernels and rings on one GPU; hosts: rings between hosts",
+        choices=("local", "gpu", "hosts", "loss"),
+        help="local: processes on this CPU against one; gpu: kernels and rings on one GPU; hosts: rings between hosts; "
+        "loss: the chunked LM head and loss",
     )
     bench.add_argument("--tokens", type=int, default=16384, help="length of the whole sequence (default 16384)")
     bench.add_argument("--repeat", type=int, default=5, help="measured repetitions, interleaved (default 5)")
     bench.add_argument("--flash", help="gpu: what to activate under torch's flash operator, e.g. FA4")
-    bench.add_argument("--only", help="gpu, hosts: one part alone, e.g. tax or speed")
+    bench.add_argument("--only", help="gpu, hosts, loss: one part alone, e.g. tax or speed")
     bench.add_argument(
         "--trace", metavar="PREFIX", help="hosts: draw a double ring's rounds, PREFIX.json and PREFIX.svg"
     )
@@ -111,6 +112,11 @@ def _bench(args: argparse.Namespace) -> int:
         from burst_attention.bench_hosts import hosts
 
         hosts(args.repeat, args.output, args.only, args.trace)
+        return 0
+    if args.suite == "loss":
+        from burst_attention.bench_loss import loss
+
+        loss(args.repeat, args.output, args.only)
         return 0
     from burst_attention.bench import local
 

@@ -66,7 +66,7 @@ def test_log_probs_and_entropies(dtype: torch.dtype, backend: str) -> None:
     require_close(results(leaves, ours), results(leaves, plain), results(wide, exact))
 
 
-def test_triton_is_chosen_and_memory_is_flat() -> None:
+def test_memory_beyond_the_hidden_gradient_is_flat() -> None:
     peaks = []
     weight = torch.randn(32768, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     for tokens in (8192, 65536):

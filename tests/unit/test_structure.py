@@ -28,7 +28,7 @@ LAYERS = [
     {"burst_attention", "launch", "namespaces"},
     {"exactness", "hosts", "trace", "integrations"},
     {"check", "bench"},
-    {"bench_tax", "bench_million", "bench_hosts"},
+    {"bench_tax", "bench_million", "bench_hosts", "bench_loss"},
     {"bench_kernels"},
     {"bench_gpu"},
     {"cli"},
