@@ -296,6 +296,75 @@ def hosts_links_table() -> list[str]:
     return lines + [f"| {row['mbit']:.0f} | {row['link_mbit']:.0f} | {row['commit']} |" for row in rows]
 
 
+def machine_cells(row: Row) -> str:
+    return f"{row.get('gpu', row['cpu'])}, {row['torch']}, {row['commit']}"
+
+
+LOSSES = {
+    "chunked": "in chunks (`linear_cross_entropy`)",
+    "plain": "whole logits (`cross_entropy`)",
+    "ahead": "in chunks, gradients computed in forward (a trial)",
+}
+
+
+def loss_memory_table() -> list[str]:
+    lines = [
+        "| loss | T | C, dtype | peak beyond hidden states and their gradient, MiB | the process's, MiB | step, s "
+        "| machine, torch, commit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in latest(of_suite("loss-memory"), "device", "what", "tokens", "width"):
+        resident = f"{row['resident_mib']:,.0f}" if "resident_mib" in row else ""
+        dtype = "bf16" if row["device"] == "cuda" else "fp32"
+        lines.append(
+            f"| {LOSSES[row['what']]} | {row['tokens']:,} | {row['width']}, {dtype} | **{row['peak_mib']:,.1f}** | "
+            f"{resident} | {row['seconds']:.1f} | {machine_cells(row)} |"
+        )
+    return lines
+
+
+def loss_speed_table() -> list[str]:
+    lines = [
+        "| loss | T | C | forward, s | forward + backward, s | over whole logits | machine, torch, commit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rows = latest(of_suite("loss-speed"), "device", "what", "tokens", "width")
+    whole = {row["device"]: row["step_s"] for row in rows if row["what"] == "plain"}
+    for row in rows:
+        lines.append(
+            f"| {LOSSES[row['what']]} | {row['tokens']:,} | {row['width']} | {row['forward_s']:.3g} | "
+            f"{row['step_s']:.3g} ({row['spread'][0]:.3g} to {row['spread'][1]:.3g}) | "
+            f"**{row['step_s'] / whole[row['device']]:.2f}** | {machine_cells(row)} |"
+        )
+    return lines
+
+
+def loss_chunks_table() -> list[str]:
+    lines = ["| logits of a chunk | T | C | forward + backward, s | machine, torch, commit |", "|---|---|---|---|---|"]
+    for row in latest(of_suite("loss-chunks"), "device", "chunk_mib", "tokens", "width"):
+        lines.append(
+            f"| {row['chunk_mib']} MiB | {row['tokens']:,} | {row['width']} | {row['step_s']:.3g} "
+            f"({row['spread'][0]:.3g} to {row['spread'][1]:.3g}) | {machine_cells(row)} |"
+        )
+    return lines
+
+
+def loss_trials_table() -> list[str]:
+    lines = [
+        "| rows of a chunk (logits) | logits, ms | gradient of hidden, ms | of weight, added in fp32, ms "
+        "| four products | three products | machine, torch |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in of_suite("loss-trials"):
+        logits, dhidden, dweight = (row[f"{name}_ms"] for name in ("logits", "dhidden", "dweight"))
+        lines.append(
+            f"| {row['rows']} ({row['rows'] * row['vocabulary'] * 4 >> 20} MiB) | {logits:.1f} | {dhidden:.1f} | "
+            f"{dweight:.1f} | **{2 * logits + dhidden + dweight:.1f}** | {logits + dhidden + dweight:.1f} | "
+            f"{row['gpu']}, {row['torch']} |"
+        )
+    return lines
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "local": local_table,
     "exactness": exactness_table,
@@ -312,6 +381,10 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "hosts-directions": hosts_directions_table,
     "hosts-hidden": hosts_hidden_table,
     "hosts-links": hosts_links_table,
+    "loss-memory": loss_memory_table,
+    "loss-speed": loss_speed_table,
+    "loss-chunks": loss_chunks_table,
+    "loss-trials": loss_trials_table,
 }
 
 
