@@ -214,7 +214,7 @@ def _pick_backend(name: str, hidden: Tensor) -> str:
 def _require_labels(labels: Tensor, vocabulary: int) -> None:
     """Labels are tokens. On a GPU nothing waits for the answer: a wrong one is torch's device-side assertion."""
     inside = ((labels >= 0) & (labels < vocabulary)).all()
-    if labels.device.type != "cpu":
+    if labels.is_cuda:
         torch._assert_async(inside, f"labels are from 0 to {vocabulary - 1}, or ignore_index")
     elif not inside:
         raise ValueError(

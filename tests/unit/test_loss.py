@@ -273,10 +273,13 @@ def test_autocast_casts_as_linear_does() -> None:
     low = [x.to(torch.bfloat16) for x in (hidden, weight, bias)]
     expected = linear_cross_entropy(low[0], low[1], labels, bias=low[2])
     assert torch.equal(loss, expected) and wide.dtype == torch.float64
-    # Outside the context, as backward mostly is.
+    # Outside the context, as backward mostly is, and inside, where its products would be cast.
     leaves = hidden, weight, bias
-    for mine, right in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True):
-        assert mine.dtype == torch.float32 and torch.equal(mine, right)
+    right = torch.autograd.grad(expected, leaves)
+    for inside in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            found = torch.autograd.grad(loss, leaves, retain_graph=True)
+        assert all(mine.dtype == torch.float32 and torch.equal(mine, x) for mine, x in zip(found, right, strict=True))
 
 
 def test_a_tied_embedding_gets_both_gradients() -> None:
