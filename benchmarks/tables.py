@@ -309,16 +309,16 @@ LOSSES = {
 
 def loss_memory_table() -> list[str]:
     lines = [
-        "| loss | T | C, dtype | peak beyond hidden states and their gradient, MiB | the process's, MiB | step, s "
+        "| loss | T | C, dtype | peak beyond hidden states and their gradient, MiB | the process's, MiB "
         "| machine, torch, commit |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|",
     ]
     for row in latest(of_suite("loss-memory"), "device", "what", "tokens", "width"):
         resident = f"{row['resident_mib']:,.0f}" if "resident_mib" in row else ""
         dtype = "bf16" if row["device"] == "cuda" else "fp32"
         lines.append(
             f"| {LOSSES[row['what']]} | {row['tokens']:,} | {row['width']}, {dtype} | **{row['peak_mib']:,.1f}** | "
-            f"{resident} | {row['seconds']:.1f} | {machine_cells(row)} |"
+            f"{resident} | {machine_cells(row)} |"
         )
     return lines
 
