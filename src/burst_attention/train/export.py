@@ -1,0 +1,80 @@
+"""A trained model as others load it: safetensors and config.json, as the model's own `save_pretrained` writes them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from burst_attention.train.folders import (
+    WRITING,
+    CheckpointError,
+    begin,
+    beside,
+    commit,
+    free_space,
+    sync_file,
+    together,
+)
+from burst_attention.version import __version__
+
+MARK = "burst_export.json"
+
+
+def export(
+    folder: Path,
+    model: nn.Module,
+    tokenizer_files: Sequence[Path] = (),
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Write the model to `folder`, for `AutoModelForCausalLM.from_pretrained`; every rank calls this.
+
+    Rank 0 gathers the weights in its CPU memory, writes them aside with the `tokenizer_files`, and renames. An earlier
+    export of that name is replaced; any other folder that is not empty is refused, never removed.
+    """
+    together(group, lambda rank, _: _refuse_foreign(folder) if rank == 0 else None)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights: dict[str, Any] = get_model_state_dict(model, options=options)
+    try:
+        together(group, lambda rank, _: _write(folder, model, weights, tokenizer_files) if rank == 0 else None)
+    except CheckpointError as error:
+        free = together(group, lambda rank, _: _give_up(folder) if rank == 0 else "")[0]
+        raise CheckpointError(f"{folder} was not exported: {error} ({free})") from None
+    return folder
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if folder.exists() and not (folder.is_dir() and ((folder / MARK).exists() or not any(folder.iterdir()))):
+        raise CheckpointError(f"{folder} exists and is no earlier export; choose another folder")
+
+
+def _write(folder: Path, model: nn.Module, weights: dict[str, Any], tokenizer_files: Sequence[Path]) -> None:
+    while isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    save_pretrained: Any = getattr(model, "save_pretrained", None)
+    if save_pretrained is None:
+        raise CheckpointError(
+            f"a {type(model).__name__} has no save_pretrained; only transformers' models are exported"
+        )
+    aside = begin(folder)
+    save_pretrained(aside, state_dict=weights)
+    for path in tokenizer_files:
+        shutil.copy(path, aside / path.name)
+    (aside / MARK).write_text(json.dumps({"burst": __version__, "torch": torch.__version__}) + "\n")
+    for path in aside.iterdir():
+        sync_file(path)
+    commit(folder)
+
+
+def _give_up(folder: Path) -> str:
+    free = free_space(folder.parent)
+    shutil.rmtree(beside(folder, WRITING), ignore_errors=True)
+    return free
