@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,11 +20,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from burst_attention.ring import Ring
+from burst_attention.ring import Ring, RingError
 
 Result = TypeVar("Result")
 START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
 ENDING_SECONDS = 1.0
+# A spawned process imports torch first, and on few cores one after the other.
+STARTING_SECONDS = 0.0 if START_METHOD == "fork" else 60.0
+STUCK_SECONDS = 1.5
+"""How long after its timeout a rank may still be on its way to say so."""
 LAST_WORDS_SECONDS = 0.2
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -47,6 +52,7 @@ def run_processes(
     """Run `fn(ring)` in `ring_size` processes and return their results in rank order.
 
     Raises RankFailedError when any of them raises, dies, or is not done after `timeout` seconds; none is left behind.
+    `ring_timeout` bounds each wait of a rank for others, the first being that all come and are connected.
     On Linux processes are forked and `fn` may be a closure; elsewhere it must be picklable.
     """
     return run_entered(fn, ring_size, _stay_on_loopback, timeout=timeout, ring_timeout=ring_timeout, threads=threads)
@@ -86,7 +92,9 @@ def run_entered(
             for _, sender in pipes:
                 sender.close()
             with _beside(meanwhile, processes, timeout):
-                return _collect([receiver for receiver, _ in pipes], processes, timeout)
+                return _collect(
+                    [receiver for receiver, _ in pipes], processes, timeout, ring_timeout + STARTING_SECONDS
+                )
         finally:
             for process in processes:
                 if process.is_alive():
@@ -174,20 +182,21 @@ def _rank_main(
     torch.set_num_threads(threads)
     try:
         enter(rank)
-        file_store = dist.FileStore(store, size)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=file_store, rank=rank, world_size=size)
+        pipe.send_bytes(pickle.dumps(("meeting", None)))
+        _meet(store, rank, size, ring_timeout + STARTING_SECONDS)
         # Kept until the process ends: closing its connections while others still talk would take time and threads.
         ring = Ring.from_group(timeout=ring_timeout)
+        pipe.send_bytes(pickle.dumps(("met", None)))
         result = fn(ring)
         # Plain pickle copies tensors; multiprocessing's own would hand over files that end with this process.
-        pipe.send_bytes(pickle.dumps((True, result)))
+        pipe.send_bytes(pickle.dumps(("result", result)))
         # A rank that ended while others still talk to it would look like a dead one.
         dist.barrier()
     except BaseException as error:
         # What this rank told the others may still be on its way out of the process.
         time.sleep(LAST_WORDS_SECONDS)
         with contextlib.suppress(OSError):
-            pipe.send_bytes(pickle.dumps((False, f"{type(error).__name__}: {error}")))
+            pipe.send_bytes(pickle.dumps(("error", f"{type(error).__name__}: {error}")))
     finally:
         pipe.close()
         sys.stdout.flush()
@@ -195,22 +204,67 @@ def _rank_main(
         os._exit(0)
 
 
-def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list[Any]:
-    deadline = time.monotonic() + timeout
-    results: dict[int, Any] = {}
-    errors: dict[int, str] = {}
+def _meet(path: str, rank: int, size: int, seconds: float) -> None:
+    """Wait at the store until all ranks have come, so that one that does not has a name; then connect them."""
+    place, limit = f"rank {rank}, rendezvous", timedelta(seconds=seconds)
+    here = [f"rank {peer} is here" for peer in range(size)]
+    try:
+        store = dist.FileStore(path, size)  # type: ignore[attr-defined]
+        store.set(here[rank], "")
+    except Exception as error:
+        raise RingError(f"{place}: the store's file cannot be used: {_first_line(error)}") from error
+    try:
+        store.wait(here, limit)
+    except Exception as error:
+        absent = " and ".join(f"rank {peer}" for peer in range(size) if not store.check([here[peer]]))
+        waited = f"{absent} did not come within {seconds:g} s" if absent else _first_line(error)
+        raise RingError(f"{place}: {waited}") from error
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    except Exception as error:
+        raise RingError(f"{place}: all ranks came, and connecting them failed: {_first_line(error)}") from error
+    # That limit was for connecting. As the group's own it would end a barrier with ranks that take longer.
+    dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _collect(pipes: list[Connection], processes: list[Any], timeout: float, meeting_seconds: float) -> list[Any]:
+    """What ranks report, until all have ended, the time is up, or some have not met the others in time."""
+    end = time.monotonic() + timeout
+    outcomes: dict[str, dict[int, Any]] = {"result": {}, "error": {}}
     waiting = dict(zip(pipes, range(len(pipes)), strict=True))
-    while waiting and time.monotonic() < deadline:
-        for pipe in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
-            assert isinstance(pipe, Connection)
-            rank = waiting.pop(pipe)
-            try:
-                succeeded, value = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                processes[rank].join(5)
-                succeeded, value = False, f"died with exit code {processes[rank].exitcode}"
-            (results if succeeded else errors)[rank] = value
-    errors |= dict.fromkeys(waiting.values(), f"not done after {timeout:g} s")
+    meeting: dict[Connection, float] = {}
+    while waiting and time.monotonic() < end:
+        for ready in wait(list(waiting), timeout=max(0.0, min([end, *meeting.values()]) - time.monotonic())):
+            assert isinstance(ready, Connection)
+            kind, value = _report(ready, processes[waiting[ready]])
+            meeting.pop(ready, None)
+            if kind == "meeting":
+                meeting[ready] = time.monotonic() + meeting_seconds + STUCK_SECONDS
+            elif kind in outcomes:
+                outcomes[kind][waiting.pop(ready)] = value
+        for stuck in [pipe for pipe, limit in meeting.items() if time.monotonic() > limit]:
+            # torch reads a store's file in a loop without an end where a record is cut short, and holds Python's lock.
+            del meeting[stuck]
+            rank = waiting.pop(stuck)
+            processes[rank].kill()
+            outcomes["error"][rank] = (
+                f"RingError: rank {rank}, rendezvous: it has not met the other ranks within {meeting_seconds:g} s, "
+                "nor said why, and was killed; the store's file may be damaged"
+            )
+    errors = outcomes["error"] | dict.fromkeys(waiting.values(), f"not done after {timeout:g} s")
     if errors:
         raise RankFailedError(errors)
-    return [results[rank] for rank in range(len(pipes))]
+    return [outcomes["result"][rank] for rank in range(len(pipes))]
+
+
+def _report(pipe: Connection, process: Any) -> tuple[str, Any]:
+    try:
+        kind, value = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        process.join(5)
+        return "error", f"died with exit code {process.exitcode}"
+    return kind, value
