@@ -10,7 +10,8 @@ import socket
 import threading
 import time
 import weakref
-from collections import deque
+import zlib
+from collections import Counter, deque
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +38,8 @@ _MOMENT = timedelta(seconds=1)
 HOST_BYTES = 128
 CONTROL_TAG, UNUSED_TAG = 0, 99
 """Of records on the control group, and of a message there that nobody sends."""
+FIRST_TAG, CHANNEL_TAGS = 1 << 30, 1 << 28
+"""Of blocks: four channels' worth, up to the last tag that gloo takes."""
 
 
 _MESH_GROUPS: dict[tuple[int, ...], tuple[Any, Any]] = {}
@@ -56,6 +59,7 @@ class ProcessRing(Ring):
         self._control_sends: deque[tuple[Any, torch.Tensor]] = deque(maxlen=4 * size)
         self._posted: list[queue.SimpleQueue[Pending | None]] = [queue.SimpleQueue() for _ in range(LANES)]
         self._lane_groups: list[Any] = [group]
+        self._numbers: Counter[tuple[str, int, int]] = Counter()
         if size == 1:
             return
         ranks = dist.get_process_group_ranks(group)
@@ -82,7 +86,7 @@ class ProcessRing(Ring):
         # Receives first, so that a message which arrives early lands in place.
         for start, end, parcels in (("irecv", "group_src", pending.receives), ("isend", "group_dst", pending.sends)):
             for parcel in parcels:
-                ends = {"group": self._group, end: parcel.peer, "tag": parcel.channel}
+                ends = {"group": self._group, end: parcel.peer, "tag": self._tag(parcel, start)}
                 try:
                     pending.works.append((parcel, getattr(dist, start)(parcel.tensor, **ends)))
                 except RuntimeError as error:
@@ -90,6 +94,17 @@ class ProcessRing(Ring):
                     raise self._broken(pending, parcel, error) from error
         if pending.works:
             self._posted[pending.lane].put(pending)
+
+    def _tag(self, parcel: Parcel, start: str) -> int:
+        """What a message and its receive have in common: channel, number there, and size.
+
+        So gloo never brings one of another size to a receive: it would take a shorter one as if it were whole, and end
+        the process at a longer one. Both ends time out instead.
+        """
+        key = (start, parcel.peer, parcel.channel)
+        self._numbers[key] += 1
+        digest = zlib.crc32(f"{self._numbers[key]} {parcel.tensor.nbytes}".encode()) % CHANNEL_TAGS
+        return FIRST_TAG + parcel.channel * CHANNEL_TAGS + digest
 
     def _start_on_gpu(self, pending: Pending) -> None:
         """One group of transfers: posted one by one, a receive would keep NCCL's stream from the send it waits for.
@@ -124,8 +139,12 @@ class ProcessRing(Ring):
             parcels = [parcel for parcel, work in pending.works if parcel.peer == peer and not work.is_completed()]
             if not parcels:
                 return f"transfer with rank {peer}"
-            verb = "no" if parcels[0] in pending.receives else f"rank {peer} does not take"
-            return f"{verb} {parcels[0].what}" + (f" from rank {peer}" if verb == "no" else "")
+            block = f"{parcels[0].what} of {parcels[0].tensor.nbytes} bytes"
+            return (
+                f"no {block} from rank {peer}"
+                if parcels[0] in pending.receives
+                else f"rank {peer} does not take {block}"
+            )
 
         self._await(unfinished, describe, pending.where)
         if pending.error is not None:
