@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import time
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from burst_attention.hosts import Hosts
 from burst_attention.launch import RankFailedError
+from tests.hosts.faults import KINDS, once
 from tests.hosts.rank_bodies import LIMIT, await_traffic, keep_stepping, step_error, steps_with_traffic
 
 RING_TIMEOUT = 2.0
@@ -78,6 +80,12 @@ def test_a_killed_rank_is_noticed_on_the_other_host(ranks: int) -> None:
     for rank, text in errors.items():
         assert re.match(rf"RingError: rank {rank}, forward .*\brank [^{rank}]", text), text
     assert any(f"rank {victim}" in text for text in errors.values())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("link")])
+def test_a_fault_ends_as_it_should(kind: str) -> None:
+    """One of each kind that `make soak` has many of; links have tests of their own above."""
+    assert once(kind, random.Random(7), ring_timeout=1.5, steps=4) is None
 
 
 def test_ranks_that_take_too_long_are_ended() -> None:

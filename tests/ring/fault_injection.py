@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from burst_attention import Ring, burst_attention
+from burst_attention.tiles.cpu_flash import CpuFlashKernel
 from burst_attention.tiles.plain import PlainKernel
 
 TIMEOUT = 20.0
@@ -70,3 +71,16 @@ def on_thread(rank: int) -> Callable[[], bool]:
 
 def fail() -> None:
     raise InjectedError("injected")
+
+
+def fail_at_call(phase: str, call: int, fault: Callable[[], None]) -> None:
+    """Make this process fail at its n-th kernel call of a phase from now on, where the kernel is the CPU's own."""
+    inner, count = getattr(CpuFlashKernel, phase), [0]
+
+    def failing(*args: Any) -> None:
+        count[0] += 1
+        if count[0] == call:
+            fault()
+        inner(*args)
+
+    setattr(CpuFlashKernel, phase, failing)

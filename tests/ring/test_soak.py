@@ -17,8 +17,8 @@ from burst_attention import Ring, burst_attention, full
 from burst_attention.bench import machine
 from burst_attention.exactness import Sharding, gather, judge, run_rank
 from burst_attention.launch import RankFailedError, run_processes
-from burst_attention.tiles.cpu_flash import CpuFlashKernel
 from tests.ring import matrix
+from tests.ring.fault_injection import fail_at_call
 from tests.ring.matrix import problem_of, run_cell
 
 pytestmark = pytest.mark.soak
@@ -105,7 +105,7 @@ def test_a_failing_rank_is_named_by_every_survivor(fault: Callable[[], None]) ->
             ring: Ring, victim: int = victim, call: int = call, direction: str = direction, phase: str = phase
         ) -> None:
             if ring.rank == victim:
-                _fail_at(phase, call, fault)
+                fail_at_call(phase, call, fault)
             q, k, v = (torch.randn(1, 2, 64, 8, requires_grad=True) for _ in range(3))
             sides = {"direction": direction, "forward_direction": "query"}
             burst_attention(q, k, v, ring=ring, mask=full(), **sides).sum().backward()
@@ -121,16 +121,3 @@ def test_a_failing_rank_is_named_by_every_survivor(fault: Callable[[], None]) ->
         hangs += time.perf_counter() - begun > RING_TIMEOUT + 14 and fault is not stay_silent
     keep(f"a rank {fault.__name__.replace('_', ' ')}", FAULTS, hangs, wrong, started)
     assert not hangs and not wrong, wrong[:3]
-
-
-def _fail_at(phase: str, call: int, fault: Callable[[], None]) -> None:
-    """Make this process fail at its n-th kernel call of a phase."""
-    inner, count = getattr(CpuFlashKernel, phase), [0]
-
-    def failing(*args: Any) -> None:
-        count[0] += 1
-        if count[0] == call:
-            fault()
-        inner(*args)
-
-    setattr(CpuFlashKernel, phase, failing)
