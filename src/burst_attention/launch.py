@@ -27,8 +27,9 @@ START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
 ENDING_SECONDS = 1.0
 # A spawned process imports torch first, and on few cores one after the other.
 STARTING_SECONDS = 0.0 if START_METHOD == "fork" else 60.0
-STUCK_SECONDS = 1.5
-"""How long after its timeout a rank may still be on its way to say so."""
+STUCK_SECONDS = 2.5
+"""How long after its timeout a rank may still be on its way to say so; gloo's connecting counts whole seconds."""
+POLL_SECONDS = 0.005
 LAST_WORDS_SECONDS = 0.2
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -213,12 +214,13 @@ def _meet(path: str, rank: int, size: int, seconds: float) -> None:
         store.set(here[rank], "")
     except Exception as error:
         raise RingError(f"{place}: the store's file cannot be used: {_first_line(error)}") from error
-    try:
-        store.wait(here, limit)
-    except Exception as error:
-        absent = " and ".join(f"rank {peer}" for peer in range(size) if not store.check([here[peer]]))
-        waited = f"{absent} did not come within {seconds:g} s" if absent else _first_line(error)
-        raise RingError(f"{place}: {waited}") from error
+    # A FileStore's own wait counts whole seconds.
+    deadline = time.monotonic() + seconds
+    while not store.check(here):
+        if time.monotonic() > deadline:
+            absent = " and ".join(f"rank {peer}" for peer in range(size) if not store.check([here[peer]]))
+            raise RingError(f"{place}: {absent or 'no other rank'} did not come within {seconds:g} s")
+        time.sleep(POLL_SECONDS)
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     except Exception as error:
