@@ -26,7 +26,7 @@ LAYERS = [
     {"heads_ops"},
     {"api"},
     {"burst_attention", "launch", "namespaces"},
-    {"exactness", "hosts", "trace", "integrations"},
+    {"exactness", "hosts", "peers", "trace", "integrations"},
     {"check", "bench", "train"},
     {"bench_tax", "bench_million", "bench_hosts", "bench_loss", "bench_train"},
     {"bench_kernels"},
