@@ -296,6 +296,54 @@ def hosts_links_table() -> list[str]:
     return lines + [f"| {row['mbit']:.0f} | {row['link_mbit']:.0f} | {row['commit']} |" for row in rows]
 
 
+EQUAL = 1.03
+"""Up to this ratio two times count as equal."""
+
+
+def hosts_peers_table() -> list[str]:
+    keys = ("hosts", "per_host", "tokens_per_rank", "mask", "kv_heads")
+    found = of_suite("hosts-peers")
+    rows = latest(found, *keys)
+    variants = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
+    lines = [
+        f"| hosts x ranks | S, H | mask, layout | heads | {' | '.join(variants)} | ours over the best peer "
+        "| where it is not first: why | cores busy elsewhere | commit |",
+        "|---|---|---|---|" + "---|" * (len(variants) + 4),
+    ]
+    for row in rows:
+        cells = [
+            f"{seconds(row['seconds'][name])}, {row['sent_bytes'][name]['busiest'] / 1e6:.1f} MB"
+            if name in row["seconds"]
+            else ""
+            for name in variants
+        ]
+        ratio, best = nearest(row)
+        runs = [nearest(other) for other in found if all(other[key] == row[key] for key in keys)]
+        earlier = f" (before: {', '.join(f'{ratio:.2f}, {name}' for ratio, name in runs[:-1])})" if runs[1:] else ""
+        lines.append(
+            f"| {row['hosts']} x {row['per_host']} | {row['tokens_per_rank']}, {row['heads']} | "
+            f"{row['mask'].replace('()', '')}, {row['layout']} | {heads_of(row)} | {' | '.join(cells)} | "
+            f"**{ratio:.2f}**, {best}{earlier} | {behind(row, best) if ratio > EQUAL else ''} | "
+            f"{row['busy_elsewhere']:.0%} | {row['commit']} |"
+        )
+    return lines
+
+
+def nearest(row: Row) -> tuple[float, str]:
+    """Ours over the peer that did best against it, and that peer."""
+    return max((ratio, name) for name, ratio in row["ours_over"].items())
+
+
+def behind(row: Row, best: str) -> str:
+    """Why a peer is ahead, from what each has sent."""
+    ours, theirs = (row["sent_bytes"][name]["busiest"] for name in ("ours", best))
+    on_link = [8e-6 * count / row["link_mbit"] for count in (ours, theirs)]
+    if ours <= theirs:
+        return "not explained: ours sends fewer bytes; to be repeated on a quiet machine"
+    kept = "; it keeps W shards of keys and sums gradients in bf16" if best == "all-gather kept" else ""
+    return f"its bytes take the link {on_link[1]:.2f} s, ours {on_link[0]:.2f}{kept}"
+
+
 def machine_cells(row: Row) -> str:
     return f"{row.get('gpu', row['cpu'])}, {row['torch']}, {row['commit']}"
 
@@ -385,6 +433,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "loss-speed": loss_speed_table,
     "loss-chunks": loss_chunks_table,
     "loss-trials": loss_trials_table,
+    "hosts-peers": hosts_peers_table,
 }
 
 

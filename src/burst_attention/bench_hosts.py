@@ -21,6 +21,7 @@ from torch import Tensor
 from burst_attention import engine
 from burst_attention.api import burst_attention, plan
 from burst_attention.bench import append_rows, machine
+from burst_attention.bench_peers import peer_rows
 from burst_attention.hosts import Hosts, hosts_refusal
 from burst_attention.layout import Layout
 from burst_attention.mask import causal, full
@@ -280,6 +281,7 @@ PARTS: dict[str, Callable[[int], Rows]] = {
     "speed": speed_rows,
     "directions": direction_rows,
     "hidden": hidden_rows,
+    "peers": peer_rows,
 }
 
 
