@@ -5,6 +5,7 @@ All variants of a case run in turns within one run, forward and backward, and wh
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -159,16 +160,32 @@ def planned_bytes(case: PeersCase, options: Options) -> int:
     return made.groups * sum(phase.bytes_between_hosts for phase in (made.forward, made.backward) if phase)
 
 
+def cpu_seconds() -> float:
+    """Seconds that all cores have worked, less those of this program and the ranks it has seen end.
+
+    What others run on the machine, and the kernel for the links: a row is worth as much as this was small.
+    """
+    user, nice, system, _, _, irq, softirq, steal = (
+        int(ticks) for ticks in Path("/proc/stat").read_text().split()[1:9]
+    )
+    worked = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    used = os.times()
+    return worked - (used.user + used.system + used.children_user + used.children_system)
+
+
 def peer_rows(repeat: int) -> Iterator[dict[str, Any]]:
     """Seconds of the slowest rank, and bytes that leave all hosts, for ours and for every peer."""
     for case in CASES:
         with Hosts(case.hosts, mbit=case.mbit) as hosts:
             rate = hosts.link_rate()
+            started, before = time.perf_counter(), cpu_seconds()
             ranks = hosts.run(
                 partial(measure_rank, case=case, repeat=repeat), case.per_host, timeout=900, ring_timeout=300
             )
+            elsewhere = (cpu_seconds() - before) / (time.perf_counter() - started) / (os.cpu_count() or 1)
         yield {
             "suite": "hosts-peers", **case.fields(), "repeat": repeat, "link_mbit": round(rate, 1),
+            "busy_elsewhere": round(elsewhere, 2),
             **summary(ranks, case.per_host),
             "planned_bytes": {name: planned_bytes(case, options(case)) for name, options in OURS.items()},
         }  # fmt: skip
