@@ -24,6 +24,7 @@ from burst_attention.layout import Layout
 from burst_attention.mask import Mask, causal, window
 from burst_attention.peers import PEERS
 from burst_attention.ring import Ring
+from burst_attention.schedule import HeadsPlan, Plan
 
 WINDOWS_IN_SEQUENCE = 32
 """The sequence over the window, as 128K tokens over 4K; so `Layout.best` of any such case is contiguous."""
@@ -82,6 +83,8 @@ Options = dict[str, Any]
 OURS: dict[str, Callable[[PeersCase], Options]] = {
     "ours": lambda case: {},
     "ours, bf16 gradients": lambda case: {"wire_dtype": torch.bfloat16},
+    # Inside each host where it has several ranks; else over all hosts, which is Ulysses.
+    "ours, heads exchanged": lambda case: {"heads": case.per_host if case.per_host > 1 else case.ranks},
 }
 """Variants of ours, by the options they add to a plain call."""
 
@@ -153,10 +156,18 @@ def measure_rank(ring: Ring, case: PeersCase, repeat: int) -> Measured:
 
 def planned_bytes(case: PeersCase, options: Options) -> int:
     """Bytes that leave all hosts by the plan of ours, both phases."""
-    made = plan(
-        case.tokens, case.ranks, mask=case.mask, layout=case.layout, ranks_per_host=case.per_host, **case.shapes,
-        **options,
-    )  # fmt: skip
+    given = {"head_degree" if name == "heads" else name: value for name, value in options.items()}
+    made: Plan | HeadsPlan = plan(
+        case.tokens,
+        case.ranks,
+        mask=case.mask,
+        layout=case.layout,
+        ranks_per_host=case.per_host,
+        **case.shapes,
+        **given,
+    )
+    if isinstance(made, HeadsPlan):
+        return sum(made.bytes_between_hosts(phase, case.per_host) for phase in ("forward", "backward"))
     return made.groups * sum(phase.bytes_between_hosts for phase in (made.forward, made.backward) if phase)
 
 

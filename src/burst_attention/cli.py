@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from burst_attention.layout import LAYOUT_NAMES
 from burst_attention.mask import parse_mask
+from burst_attention.train.config import add_arguments, read_config
 from burst_attention.version import __version__
 
 
@@ -31,7 +33,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"burst-attention {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+    for add in (_add_check, _add_bench, _add_plan, _add_train, _add_hosts):
+        add(commands)
+    return parser
 
+
+def _add_check(commands: Any) -> None:
     check = commands.add_parser("check", help="prove on this machine that a ring of processes is exact")
     check.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
     check.add_argument("--tokens", type=int, default=1000, help="length of the whole sequence (default 1000)")
@@ -42,12 +49,14 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", action="store_true", help="print one JSON object per case")
     check.set_defaults(run=_check)
 
+
+def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure against baselines in the same run")
     bench.add_argument(
         "suite",
-        choices=("local", "gpu", "hosts", "loss"),
+        choices=("local", "gpu", "hosts", "loss", "train"),
         help="local: processes on this CPU against one; gpu: kernels and rings on one GPU; hosts: rings between hosts; "
-        "loss: the chunked LM head and loss",
+        "loss: the chunked LM head and loss; train: steps of a long sequence on one GPU",
     )
     bench.add_argument("--tokens", type=int, default=16384, help="length of the whole sequence (default 16384)")
     bench.add_argument("--repeat", type=int, default=5, help="measured repetitions, interleaved (default 5)")
@@ -59,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--output", help="append the rows, as JSON lines, to this file")
     bench.set_defaults(run=_bench)
 
+
+def _add_plan(commands: Any) -> None:
     plan = commands.add_parser("plan", help="print what a call would compute and move, without running it")
     plan.add_argument("--tokens", type=int, required=True)
     plan.add_argument("--ranks", type=int, required=True)
@@ -73,6 +84,14 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), default="bfloat16")
     plan.set_defaults(run=_plan)
 
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser("train", help="train a causal language model on sequences sharded over ranks")
+    add_arguments(train)
+    train.set_defaults(run=_train)
+
+
+def _add_hosts(commands: Any) -> None:
     hosts = commands.add_parser(
         "hosts",
         help="run a script by torchrun on hosts made on this machine (root, Linux)",
@@ -85,7 +104,12 @@ def _parser() -> argparse.ArgumentParser:
     hosts.add_argument("--clean", action="store_true", help="only remove what killed runs have left behind")
     hosts.add_argument("script", nargs=argparse.REMAINDER, help="what torchrun is to run: a script, or -m module")
     hosts.set_defaults(run=_hosts)
-    return parser
+
+
+def _train(args: argparse.Namespace) -> int:
+    from burst_attention.train.start import train
+
+    return train(read_config(args))
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -117,6 +141,11 @@ def _bench(args: argparse.Namespace) -> int:
         from burst_attention.bench_loss import loss
 
         loss(args.repeat, args.output, args.only)
+        return 0
+    if args.suite == "train":
+        from burst_attention.bench_train import bench_train
+
+        bench_train(args.repeat, args.output, args.only)
         return 0
     from burst_attention.bench import local
 

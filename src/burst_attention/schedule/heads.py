@@ -165,6 +165,21 @@ class HeadsPlan:
         group, member = self.place(rank)
         return self.exchanged_bytes(rank, phase) + self.rings[member].bytes_sent(group, phase)
 
+    def bytes_between_hosts(self, phase: str, per_host: int) -> int:
+        """Bytes that leave hosts of so many ranks each in a phase, those of the exchange among them."""
+        hosts = [rank // per_host for rank in range(self.layout.ring_size)]
+        total = 0
+        for rank in range(self.layout.ring_size):
+            group, member = self.place(rank)
+            for peer in (peer for peer in self.members(group) if hosts[peer] != hosts[rank]):
+                total += self.message_bytes(phase, TO_HEADS, rank, peer)
+                total += self.message_bytes(phase, TO_TOKENS, peer, rank)
+            ring, ranks = self.rings[member], self.ring_members(member)
+            steps = ring.phase(phase).rounds[group]
+            away = [t for step in steps for t in step.sends if hosts[ranks[t.target]] != hosts[rank]]
+            total += ring.groups * sum(map(ring.phase(phase).nbytes, away))
+        return total
+
     def flops(self, rank: int, phase: str) -> int:
         """Floating-point operations of the matrix products that `rank` computes in a phase."""
         group, member = self.place(rank)

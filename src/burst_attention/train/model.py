@@ -1,0 +1,171 @@
+"""The model that is trained: any causal language model of transformers, with its head and loss in chunks.
+
+Shapes: B batch, S tokens of this rank, C hidden features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from burst_attention.integrations.transformers import enable
+from burst_attention.loss import linear_cross_entropy
+from burst_attention.mask import Mask, causal, window
+from burst_attention.ring import Ring
+from burst_attention.train.config import TrainConfig
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+"""The default: somewhat more than 10 million parameters with a vocabulary of bytes."""
+
+ATTENTION_OPERATORS = ("forward", "heads_forward")
+
+
+def make_model(config: TrainConfig, vocab_size: int) -> Any:
+    """A model from a family's config, or with the weights of a folder or a hub id; weights in fp32, never unpickled."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ValueError(
+            "burst train needs transformers; install it with: pip install 'burst-attention[train]'"
+        ) from None
+    settings = _model_settings(config.model_config)
+    folder = Path(config.model)
+    torch.manual_seed(config.seed)
+    if not folder.exists() and "/" not in config.model:
+        return _from_family(config, settings, vocab_size)
+    if settings:
+        raise ValueError(f"--model-config changes a config, and {config.model} brings its own; leave one of them out")
+    if folder.exists() and not (folder / "config.json").exists():
+        raise ValueError(f"{folder} holds no config.json, so it is no model's folder")
+    try:
+        found = AutoConfig.from_pretrained(config.model, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model, config=found, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot load the model {config.model}: {str(error).splitlines()[0]}") from None
+    if model.config.vocab_size < vocab_size:
+        raise ValueError(
+            f"the tokenizer has {vocab_size} tokens, the model {config.model} only {model.config.vocab_size}: give the "
+            "model's own tokenizer with --tokenizer"
+        )
+    return model
+
+
+def _from_family(config: TrainConfig, settings: dict[str, Any], vocab_size: int) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if config.model not in AutoConfig.for_model.__globals__["CONFIG_MAPPING"]:
+        raise ValueError(f"there is no model {config.model!r}: neither a folder nor a family that transformers knows")
+    given = {**SMALL, "max_position_embeddings": max(config.tokens, 2048), "attention_dropout": 0.0, **settings}
+    given = {"vocab_size": vocab_size, "tie_word_embeddings": False, **given}
+    if given["vocab_size"] < vocab_size:
+        raise ValueError(f"the tokenizer has {vocab_size} tokens, --model-config only {given['vocab_size']}")
+    try:
+        made = AutoConfig.for_model(config.model, **given)
+        model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"cannot make a causal language model of the family {config.model}: {error}") from None
+    return model
+
+
+def _model_settings(text: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    path = Path(text)
+    source = path.read_text() if not text.lstrip().startswith("{") and path.exists() else text
+    try:
+        found = json.loads(source)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--model-config is neither a JSON object nor a file with one: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--model-config must be a JSON object, got {type(found).__name__}")
+    return found
+
+
+def mask_of(config: TrainConfig) -> Mask:
+    """The mask of every layer; documents come with each batch."""
+    return causal() & window(config.window) if "window" in config.mask else causal()
+
+
+class TrainedModel(nn.Module):
+    """A transformers model on a ring, from tokens to the loss, so that logits exist for a chunk of tokens at a time."""
+
+    def __init__(self, model: Any, ring: Ring, config: TrainConfig) -> None:
+        super().__init__()
+        options = {"heads": config.heads}
+        enable(model, ring=ring, layout=config.layout, mask=mask_of(config), **options)
+        model.config.use_cache = False
+        model.train()
+        self.model = model
+        if model.get_output_embeddings() is None:
+            raise ValueError(f"{type(model).__name__} has no output embeddings, so it is no language model")
+        if config.mlp_chunks > 1:
+            chunk_mlps(model, config.mlp_chunks)
+        if config.checkpointing != "none":
+            recompute_layers(model, keep_attention=config.checkpointing == "selective")
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        found = getattr(self.model.get_decoder(), "layers", None)
+        if not isinstance(found, nn.ModuleList):
+            raise ValueError(f"{type(self.model).__name__} does not keep its layers in a list that can be sharded")
+        return found
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        """The loss of this rank's tokens, over the number of all ranks' labels: ranks' losses sum to the mean."""
+        names = ("input_ids", "position_ids", "layout", "documents")
+        hidden = self.model.get_decoder()(**{name: batch[name] for name in names}, use_cache=False).last_hidden_state
+        head = self.model.get_output_embeddings()
+        return linear_cross_entropy(
+            hidden,
+            head.weight,
+            batch["shift_labels"],
+            bias=head.bias,
+            softcap=getattr(self.model.config, "final_logit_softcapping", None),
+            reduction="sum",
+            num_items=batch["num_items_in_batch"],
+        )
+
+
+def recompute_layers(model: Any, keep_attention: bool) -> None:
+    """Recompute every layer in backward; with `keep_attention`, all of it but our operator, whose results are kept."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if keep_attention:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = [getattr(torch.ops.burst_attention, name).default for name in ATTENTION_OPERATORS]
+    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def chunk_mlps(model: Any, chunks: int) -> None:
+    """Compute every layer's MLP for some tokens at a time and recompute it in backward.
+
+    Its wide features never exist whole. The module stays as it is, and so do its weights' names.
+    """
+    for layer in model.get_decoder().layers:
+        mlp = getattr(layer, "mlp", None)
+        if not isinstance(mlp, nn.Module):
+            raise ValueError(f"{type(layer).__name__} has no mlp to chunk; leave --mlp-chunks at 1")
+        mlp.forward = partial(_in_chunks, mlp.forward, chunks)
+
+
+def _in_chunks(forward: Callable[[Tensor], Tensor], chunks: int, hidden: Tensor) -> Tensor:
+    return torch.cat([checkpoint(forward, part, use_reentrant=False) for part in hidden.chunk(chunks, dim=1)], dim=1)
