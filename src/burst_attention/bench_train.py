@@ -72,6 +72,7 @@ def bench_train(repeat: int, output: str | None, only: str | None = None) -> Non
 def measure(ring: Ring, tokens: int, variant: Variant, repeat: int) -> dict[str, Any]:
     """One row: seconds and peak memory of a step, or that it does not fit."""
     row = {"suite": "train-ablation", "tokens": tokens, "variant": variant.name, **machine()}
+    row["gpu"] = torch.cuda.get_device_name()
     try:
         return row | dict(_steps(ring, tokens, variant, repeat))
     except torch.OutOfMemoryError:
