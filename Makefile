@@ -1,13 +1,20 @@
-# `make demo` and `make test` each work alone on a fresh machine with Python 3.11 or newer.
+# `make train` and `make test` each work alone on a fresh machine with Python 3.11 or newer, and so does `make demo`.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/ready
+# What training needs, without the tools of the tests: a smaller install.
+TRAIN_READY = $(VENV)/ready-train
+TRAIN ?=
 
-.PHONY: demo test test-gpu sanitize lint types test-all soak bench clean
+.PHONY: train demo test test-gpu sanitize lint types test-all soak bench clean
 
-demo: $(READY)
+# Settings of your own: make train TRAIN="--steps 100 --data my-texts/"
+train: $(TRAIN_READY)
+	$(BIN)/burst train $(TRAIN)
+
+demo: $(TRAIN_READY)
 	$(BIN)/burst check
 
 # Without GPUs: autograd's device threads would keep the tests from forking ranks. `make test-gpu` is for GPUs.
@@ -40,9 +47,14 @@ bench: $(READY)
 	$(BIN)/burst bench local
 
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	touch $(READY)
+	touch $(READY) $(TRAIN_READY)
+
+$(TRAIN_READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train]"
+	touch $(TRAIN_READY)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

@@ -22,7 +22,7 @@ from burst_attention.train.config import TrainConfig
 from burst_attention.train.data import Packed, PackedData, load_data, load_tokenizer, sequence_index
 from burst_attention.train.export import export
 from burst_attention.train.flops import peak_flops, step_flops
-from burst_attention.train.model import TrainedModel, make_model
+from burst_attention.train.model import TrainedModel, make_model, require_transformers
 from burst_attention.train.parallel import Ranks, clip_gradients, make_ring, shard_model
 from burst_attention.train.record import Display, Headline, Log, Mirrors, StepRecord, read_log
 from burst_attention.train.report import write_report
@@ -39,6 +39,8 @@ class Trainer:
     def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
         self.config, self.ranks, self.folder = config, ranks, Path(config.out)
         tokenizer = load_tokenizer(config.tokenizer)
+        require_transformers()
+        self.memory_before = peak_memory(ranks.device)
         inner = make_model(config, tokenizer.vocab_size)
         vocab = int(inner.config.vocab_size)
         self.data: PackedData = load_data(
@@ -117,7 +119,7 @@ class Trainer:
         return StepRecord(
             step=self.step + 1, steps=config.steps, loss=loss, grad_norm=float(norm), lr=lr,
             tokens=config.tokens * len(packed), seconds=time.perf_counter() - started, flops=flops,
-            ranks=config.dp * config.cp * config.tp, memory_bytes=peak_memory(self.ranks.device),
+            ranks=config.dp * config.cp * config.tp, memory_bytes=peak_memory(self.ranks.device) - self.memory_before,
             hidden=hidden_fraction(self.ring), peak_flops=peak_flops(self.ranks.device, config.dtype),
             documents=sum(len(each.documents) for each in packed),
         )  # fmt: skip
@@ -232,7 +234,7 @@ def hidden_fraction(ring: Ring) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes this rank has held: on a GPU of tensors, on a CPU of the whole process."""
+    """The most bytes this rank has held: on a GPU of tensors, on a CPU of the whole process, its imports included."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -22,26 +22,34 @@ from burst_attention.ring import Ring
 from burst_attention.train.config import TrainConfig
 
 SMALL: dict[str, Any] = {
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 6,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-"""The default: somewhat more than 10 million parameters with a vocabulary of bytes."""
+"""The default: somewhat more than 10 million parameters with a vocabulary of bytes; wide, so that weights and attention
+at 8192 tokens cost about the same."""
 
 ATTENTION_OPERATORS = ("forward", "heads_forward")
 
 
-def make_model(config: TrainConfig, vocab_size: int) -> Any:
-    """A model from a family's config, or with the weights of a folder or a hub id; weights in fp32, never unpickled."""
+def require_transformers() -> None:
+    """Import what models are made with."""
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
     except ImportError:
         raise ValueError(
             "burst train needs transformers; install it with: pip install 'burst-attention[train]'"
         ) from None
+    transformers.utils.logging.disable_progress_bar()
+
+
+def make_model(config: TrainConfig, vocab_size: int) -> Any:
+    """A model from a family's config, or with the weights of a folder or a hub id; weights in fp32, never unpickled."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     settings = _model_settings(config.model_config)
     folder = Path(config.model)
     torch.manual_seed(config.seed)
