@@ -104,12 +104,6 @@ def test_sequences_do_not_depend_on_what_was_read_before() -> None:
             assert got.input_ids.equal(want.input_ids) and got.documents == want.documents
 
 
-def test_a_sequence_may_be_written_to() -> None:
-    data = packed()
-    data.sequence(0).input_ids.zero_()
-    assert data.sequence(0).input_ids.any()
-
-
 def test_a_step_reads_the_same_sequences_however_they_are_shared() -> None:
     for step in (0, 1, 7):
         for replicas in (1, 2, 3, 4, 6, 12):
@@ -195,16 +189,16 @@ def test_a_file_is_one_document_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_its_text_files_in_the_order_of_their_names(tmp_path: Path) -> None:
-    for name in ("b.txt", "a/z.md", "a.py", "B.TXT", "é.rst", "a/.git/x.txt", ".hidden.txt", "c.png", "empty.txt"):
+    for name in ("b.txt", "a/z.md", "a.py", "D.TXT", "é.rst", "a/.git/x.txt", ".hidden.txt", "c.png", "empty.txt"):
         write(tmp_path / name, "" if name == "empty.txt" else name)
     write(tmp_path / "lines.jsonl", '{"text": "first"}\n{"text": "second"}\n')
     got = load_texts(str(tmp_path))
-    assert [name for name, _ in got] == ["B.TXT", "a.py", "a/z.md", "b.txt", "lines.jsonl:1", "lines.jsonl:2", "é.rst"]
+    assert [name for name, _ in got] == ["D.TXT", "a.py", "a/z.md", "b.txt", "lines.jsonl:1", "lines.jsonl:2", "é.rst"]
     assert [text for _, text in got][-3:] == ["first", "second", "é.rst"]
 
 
 def test_json_lines_are_a_document_each(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.jsonl", '{"text": "a\\nb"}\r\n\n{"text": ""}\n{"text": "c\u2028d", "other": 1}')
+    path = write(tmp_path / "x.jsonl", '{"text": "a\\nb"}\r\n \r\n{"text": ""}\n{"text": "c\u2028d", "other": 1}')
     assert load_texts(str(path)) == [("x.jsonl:1", "a\nb"), ("x.jsonl:4", "c\u2028d")]
     path = write(tmp_path / "y.jsonl", '{"body": "z", "text": 3}')
     assert load_texts(str(path), text_key="body") == [("y.jsonl:1", "z")]
@@ -224,7 +218,7 @@ def test_json_lines_are_a_document_each(tmp_path: Path) -> None:
             b'{"text": "a"}\n\n{"text": \n',
             "'{path}', line 3: broken JSON: Expecting value: line 1 column 10 (char 9)",
         ),
-        ("x.jsonl", b"[" * 200000, "'{path}', line 1: broken JSON: maximum recursion depth exceeded{any}"),
+        ("x.jsonl", b"[" * 200000, "'{path}', line 1: broken JSON: {any}"),
         ("x.jsonl", b"[1]", "'{path}', line 1: not a JSON object with a key 'text'"),
         (
             "x.jsonl",
@@ -280,7 +274,6 @@ def test_the_standard_library_is_enough_to_train_on_and_quick() -> None:
     assert names == sorted(names) and {"abc.py", "json/decoder.py"} <= set(names)
     assert not [name for name in names if {"site-packages", "test", "tests", "idlelib"} & set(name.split("/"))]
     assert not [name for name in names if "_sysconfigdata" in name or not name.endswith(".py")]
-    assert ByteTokenizer().decode(data.sequence(3).input_ids.tolist()).isprintable() is False
 
 
 def test_only_the_standard_library_may_hold_other_encodings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
