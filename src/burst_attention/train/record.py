@@ -321,7 +321,7 @@ def columns(out: TextIO) -> int:
     """How wide a terminal is now; it may have been resized since the last line."""
     try:
         return os.get_terminal_size(out.fileno()).columns or 80
-    except (OSError, ValueError):
+    except OSError:
         return 80
 
 
