@@ -35,6 +35,12 @@ class Run(NamedTuple):
     def last(self) -> int:
         return self.start + self.stride * (self.length - 1)
 
+    def between(self, first: int, end: int) -> Run:
+        """Those of the positions that are not before `first` and before `end`."""
+        begin = max(-((self.start - first) // self.stride), 0)
+        stop = min(-((self.start - end) // self.stride), self.length)
+        return Run(self.start + begin * self.stride, self.stride, max(stop - begin, 0))
+
     def by_remainder(self, stride: int) -> tuple[Run, ...]:
         """The same positions as runs of a larger stride: 3, 4, 5, 6, 7 by two are 3, 5, 7 and 4, 6."""
         if stride == self.stride:

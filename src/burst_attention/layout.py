@@ -39,6 +39,8 @@ class Layout:
     mask: Mask | None = None
     per_group: int = 1
     """More than 1 where `ring_size` counts groups of so many neighbouring ranks, whose shards are taken together."""
+    part_of: tuple[int, int] | None = None
+    """(tokens, start) of the layout that these are some consecutive positions of, each where it is there."""
 
     def __post_init__(self) -> None:
         if self.name not in (*LAYOUT_NAMES, "balanced"):
@@ -89,9 +91,12 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read a layout back from its text, e.g. "zigzag(1000, 4)". Nothing is evaluated."""
+        """Read a layout back from its text, "zigzag(1000, 4)" or "zigzag(1000, 4)[500:1000]". Nothing is evaluated."""
         try:
             node = parse_expression(text)
+            if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+                first, end = (ast.literal_eval(edge) for edge in (node.slice.lower, node.slice.upper) if edge)
+                return cls.parse(ast.unparse(node.value)).between(first, end)
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.keywords:
                 raise ValueError("it is not of the form name(tokens, ring_size, start)")
             name, args = node.func.id, list(node.args)
@@ -106,15 +111,23 @@ class Layout:
             raise ValueError(f"cannot read layout {text!r}: {error}") from None
 
     def __str__(self) -> str:
-        start = f", {self.start}" if self.start or self.mask else ""
+        tokens, first = self.part_of or (self.tokens, self.start)
+        start = f", {first}" if first or self.mask else ""
         mask, groups = f", {self.mask}" if self.mask else "", f" by {self.per_group}" if self.per_group > 1 else ""
-        return f"{self.name}({self.tokens}, {self.ring_size * self.per_group}{start}{mask}){groups}"
+        part = f"[{self.start}:{self.end}]" if self.part_of else ""
+        return f"{self.name}({tokens}, {self.ring_size * self.per_group}{start}{mask}){part}{groups}"
 
     def grouped(self, per_group: int) -> Layout:
         """The same positions with so many neighbouring ranks taken together: each group holds all that they hold."""
         if per_group < 1 or self.ring_size % per_group:
             raise ValueError(f"{self} cannot be taken {per_group} ranks together; they must divide {self.ring_size}")
         return replace(self, ring_size=self.ring_size // per_group, per_group=self.per_group * per_group)
+
+    def between(self, first: int, end: int) -> Layout:
+        """Positions `first` to `end` alone, on the ranks that hold them; a shard has those of its rows, in order."""
+        if not self.start <= first <= end <= self.end:
+            raise ValueError(f"{self} holds positions {self.start} to {self.end}, not {first} to {end}")
+        return replace(self, tokens=end - first, start=first, part_of=self.part_of or (self.tokens, self.start))
 
     @property
     def end(self) -> int:
@@ -212,6 +225,10 @@ class Layout:
 @lru_cache(maxsize=256)
 def _all_runs(layout: Layout) -> tuple[tuple[Run, ...], ...]:
     tokens, ring_size, start = layout.tokens, layout.ring_size, layout.start
+    if layout.part_of:
+        tokens, first = layout.part_of
+        whole = _all_runs(replace(layout, tokens=tokens, start=first, part_of=None))
+        return tuple(tuple(part for run in runs if (part := run.between(start, layout.end)).length) for runs in whole)
     if layout.per_group > 1:
         return _grouped_runs(replace(layout, ring_size=ring_size * layout.per_group, per_group=1), layout.per_group)
     if layout.name == "contiguous":

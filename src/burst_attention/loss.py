@@ -204,7 +204,8 @@ def _pick_backend(name: str, hidden: Tensor) -> str:
         refusal = f"it runs on a GPU, the tensors are on {hidden.device.type}"
     elif hidden.dtype == torch.float64:
         refusal = "its sums are fp32, the tensors are torch.float64"
-    elif not has_triton():
+    elif not torch.compiler.is_compiling() and not has_triton():
+        # Compiled for a GPU triton is there, and looking for it cannot be compiled.
         refusal = "triton cannot be imported here"
     if name == "triton" and refusal:
         raise ValueError(f"backend 'triton' cannot serve this call: {refusal}; use backend='auto'")

@@ -343,3 +343,20 @@ def test_layouts_are_frozen_values() -> None:
     assert layout not in {Layout.striped(8, 2), Layout.zigzag(8, 2, 1), Layout.zigzag(8, 3), Layout.zigzag(9, 2)}
     with pytest.raises(AttributeError):
         layout.tokens = 9  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped", "balanced"])
+@pytest.mark.parametrize(("tokens", "ranks", "start"), [(61, 4, 5), (3, 4, 0), (64, 8, 0)])
+def test_some_positions_stay_where_they_are(name: str, tokens: int, ranks: int, start: int) -> None:
+    layout = (
+        Layout.balanced(tokens, ranks, causal(), start) if name == "balanced" else Layout(name, tokens, ranks, start)
+    )
+    for first in range(start, start + tokens + 1, 7):
+        for end in range(first, start + tokens + 1, 5):
+            part = layout.between(first, end)
+            assert Layout.parse(str(part)) == part and (part.tokens, part.end) == (end - first, end)
+            for rank in range(ranks):
+                held = layout.positions(rank)
+                assert torch.equal(part.positions(rank), held[(held >= first) & (held < end)])
+    with pytest.raises(ValueError, match="holds positions"):
+        layout.between(start, start + tokens + 1)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from burst_attention.api import burst_attention
 from burst_attention.integrations.batch import require_unpadded, shard_batch
+from burst_attention.integrations.checkpointing import attend_in_parts
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask, causal, documents, full, window
 from burst_attention.ring import Ring
@@ -50,30 +51,42 @@ HARMLESS = {
 class Settings:
     """What `enable` attaches to a model's modules. Copies of a model share the ring."""
 
-    def __init__(self, ring: Ring, layout: str | Layout, mask: Mask | None, options: dict[str, Any]) -> None:
-        self.ring, self.layout, self.mask, self.options = ring, layout, mask, options
+    def __init__(
+        self, ring: Ring, layout: str | Layout, mask: Mask | None, keep_last: float, options: dict[str, Any]
+    ) -> None:
+        self.ring, self.layout, self.mask, self.keep_last, self.options = ring, layout, mask, keep_last, options
 
     def __deepcopy__(self, memo: Any) -> Settings:
         return self
 
 
 def enable(
-    model: nn.Module, *, ring: Ring, layout: str | Layout = "zigzag", mask: Mask | None = None, **options: Any
+    model: nn.Module,
+    *,
+    ring: Ring,
+    layout: str | Layout = "zigzag",
+    mask: Mask | None = None,
+    keep_last: float = 1.0,
+    **options: Any,
 ) -> nn.Module:
     """Let a transformers model attend over a sequence that is spread on a ring; returns the model.
 
     `layout` stands for calls that bring none; a batch of `shard_batch` brings its own. `mask` is in place of the causal
-    one, if given; windows that the model has and documents of a batch are added to it. `options` go to every
-    `burst_attention` call (`direction`, `heads`, `kernel`, `check`, ...). A second call replaces the first.
+    one, if given; windows that the model has and documents of a batch are added to it. With `keep_last` below 1
+    attention is called apart for that last fraction of the sequence, whose results alone `checkpointing.keep_attention`
+    then keeps. `options` go to every `burst_attention` call (`direction`, `heads`, `kernel`, `check`, ...). A second
+    call replaces the first.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
         raise ValueError(f"enable needs a transformers model, got {type(model).__name__}")
     if not isinstance(ring, Ring):
         raise ValueError(f"ring must be a Ring, got {type(ring).__name__}; use Ring.from_group() or Ring.from_mesh()")
+    if not 0 < keep_last <= 1:
+        raise ValueError(f"keep_last is a fraction of the sequence, above 0 and at most 1, got {keep_last!r}")
     _register()
     _require_served(config)
-    settings = Settings(ring, layout, mask, {"check": "first", **options})
+    settings = Settings(ring, layout, mask, keep_last, {"check": "first", **options})
     for module in model.modules():
         setattr(module, SETTINGS, settings)
     _choose(model, NAME)
@@ -163,15 +176,22 @@ def attention_forward(
     if getattr(module, "layer_idx", 0) in (0, None):
         _require_positions(position_ids, layout, ring)
     mask = _mask(settings.mask, module, is_causal, sliding_window, documents)
-    options = {"ring": ring, "mask": mask, "layout": layout, "scale": scaling, **settings.options}
-    if s_aux is None:
-        out: Tensor = burst_attention(query, key, value, **options)
-    else:
+    options = {"ring": ring, "mask": mask, "key_layout": layout, "scale": scaling, **settings.options}
+
+    def attend(rows: Tensor, layout: str | Layout) -> Tensor:
+        if s_aux is None:
+            found: Tensor = burst_attention(rows, key, value, layout=layout, **options)
+            return found
         # A sink is one more key for every query, with a score of its own and no value: it takes its share of weight.
-        out, lse = burst_attention(query, key, value, return_lse=True, **options)
+        found, lse = burst_attention(rows, key, value, layout=layout, return_lse=True, **options)
         share = torch.sigmoid(lse - s_aux.to(lse.dtype).reshape(1, -1, 1))
-        out = (out * share[..., None]).to(query.dtype)
-    return out.transpose(1, 2), None
+        return (found * share[..., None]).to(query.dtype)
+
+    if settings.keep_last == 1:
+        return attend(query, layout).transpose(1, 2), None
+    if not isinstance(layout, Layout):
+        raise ValueError("keep_last needs a Layout; call the model with **shard_batch(batch, layout, rank)")
+    return attend_in_parts(attend, query, layout, ring.rank, settings.keep_last).transpose(1, 2), None
 
 
 def _refuse(attention_mask: Tensor | None, dropout: float, others: dict[str, Any]) -> None:

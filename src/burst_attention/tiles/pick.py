@@ -87,10 +87,9 @@ def _flash_refusal(request: TileRequest) -> str | None:
     return _vendor_refusal(request)
 
 
-@torch.compiler.assume_constant_result
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
-    """Whether triton is installed; it is imported only when a kernel needs it. A compiler need not look inside."""
+    """Whether triton is installed; it is imported only when a kernel needs it."""
     return importlib.util.find_spec("triton") is not None
 
 

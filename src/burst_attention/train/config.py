@@ -50,6 +50,7 @@ class TrainConfig:
     checkpointing: str = _setting(
         "none", "what layers recompute: nothing, all, all but attention", choices=CHECKPOINTING
     )
+    keep_last: float = _setting(1.0, "fraction of the sequence whose attention selective keeps; the rest is recomputed")
     offload: bool = _setting(False, "keep what layers save for backward in host memory")
     mlp_chunks: int = _setting(1, "parts of its tokens that a layer's MLP is computed in", least=1)
     compile: bool = _setting(False, "torch.compile every layer; attention stays as it is")

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
+from burst_attention.integrations.checkpointing import keep_attention
 from burst_attention.integrations.transformers import enable
 from burst_attention.loss import linear_cross_entropy
 from burst_attention.mask import Mask, causal, window
@@ -31,8 +32,6 @@ SMALL: dict[str, Any] = {
 }
 """The default: somewhat more than 10 million parameters with a vocabulary of bytes; wide, so that weights and attention
 at 8192 tokens cost about the same."""
-
-ATTENTION_OPERATORS = ("forward", "heads_forward")
 
 
 def require_transformers() -> None:
@@ -115,8 +114,8 @@ class TrainedModel(nn.Module):
 
     def __init__(self, model: Any, ring: Ring, config: TrainConfig) -> None:
         super().__init__()
-        options = {"heads": config.heads}
-        enable(model, ring=ring, layout=config.layout, mask=mask_of(config), **options)
+        keep = config.keep_last if config.checkpointing == "selective" else 1.0
+        enable(model, ring=ring, layout=config.layout, mask=mask_of(config), keep_last=keep, heads=config.heads)
         model.config.use_cache = False
         model.train()
         self.model = model
@@ -125,7 +124,7 @@ class TrainedModel(nn.Module):
         if config.mlp_chunks > 1:
             chunk_mlps(model, config.mlp_chunks)
         if config.checkpointing != "none":
-            recompute_layers(model, keep_attention=config.checkpointing == "selective")
+            recompute_layers(model, but_attention=config.checkpointing == "selective")
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -150,17 +149,12 @@ class TrainedModel(nn.Module):
         )
 
 
-def recompute_layers(model: Any, keep_attention: bool) -> None:
-    """Recompute every layer in backward; with `keep_attention`, all of it but our operator, whose results are kept."""
+def recompute_layers(model: Any, but_attention: bool) -> None:
+    """Recompute every layer in backward; with `but_attention`, all of it but our operator, whose results are kept."""
     options: dict[str, Any] = {"use_reentrant": False}
-    if keep_attention:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
+    if but_attention:
+        options["context_fn"] = keep_attention()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-
-
-def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = [getattr(torch.ops.burst_attention, name).default for name in ATTENTION_OPERATORS]
-    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def chunk_mlps(model: Any, chunks: int) -> None:
