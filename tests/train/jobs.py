@@ -92,6 +92,11 @@ class Job:
             torch.rand(3)
         return losses
 
+    def evaluate(self) -> None:
+        """A forward without a backward, which leaves parameters gathered under FSDP2."""
+        with torch.no_grad():
+            self.model(torch.ones(1, 5, dtype=torch.float64))
+
     def save(self, folder: Path, **options: Any) -> Path:
         state = {"scheduler": self.scheduler.state_dict(), "data": {"position": self.step * ROWS}}
         return save(folder, self.step, self.model, self.optimizer, state, **options)

@@ -188,7 +188,7 @@ def load(
     try:
         with _one_line():
             load_tensors(
-                _stored(tensors | random),
+                tensors | random,
                 storage_reader=HuggingFaceStorageReader(str(path / TENSORS)),
                 process_group=group,
             )
@@ -215,7 +215,7 @@ def _write(
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
     with _one_line():
         # Safetensors holds contiguous tensors only.
-        held = {name: tensor.contiguous() for name, tensor in _stored(tensors).items()}
+        held = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_tensors(held, storage_writer=writer, process_group=group)
 
 
@@ -270,11 +270,6 @@ def _readable(paths: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
         except CheckpointError:
             continue
     return found
-
-
-def _stored(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors as they are stored: scalars as one number, because slices of a file need a dimension."""
-    return {name: value.reshape(1) if value.dim() == 0 else value for name, value in tensors.items()}
 
 
 def _files(tensors: dict[str, torch.Tensor], size: int) -> dict[str, int]:
