@@ -14,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from burst_attention import Ring
+from burst_attention.launch import run_processes
 from burst_attention.train.checkpoint import load, save
 
 # FSDP2 and safetensors import these at their first use: once here is cheaper than in every forked rank.
@@ -133,3 +135,19 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
         for name, value in left.items()
     }
     return [name for name, equal in same.items() if not equal]
+
+
+def saved(folder: Path, steps: int = 1, ranks: int = 2, kind: str = "plain", more: int = 0) -> list[list[float]]:
+    """Save a job after `steps`; the losses of `more` steps that follow, by rank."""
+
+    def body(ring: Ring) -> list[float]:
+        job = Job(kind)
+        job.train(steps)
+        job.save(folder)
+        return job.train(more)
+
+    return run_processes(body, ranks)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
