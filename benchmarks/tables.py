@@ -413,6 +413,27 @@ def loss_trials_table() -> list[str]:
     return lines
 
 
+def train_ablation_table() -> list[str]:
+    lines = [
+        "| tokens | | seconds a step | speed over the row above | tokens/s | TFLOP/s | peak, GiB | GPU, torch, commit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    before: tuple[int, float] | None = None
+    for row in latest(of_suite("train-ablation"), "tokens", "variant"):
+        about = f"{row['gpu']}, {row['torch']}, {row['commit']}"
+        if not row["fits"]:
+            lines.append(f"| {row['tokens']:,} | {row['variant']} | does not fit | | | | | {about} |")
+            continue
+        faster = before[1] / row["seconds"] if before and before[0] == row["tokens"] else None
+        lines.append(
+            f"| {row['tokens']:,} | {row['variant']} | {row['seconds']:.4g} | "
+            f"{f'{faster:.2f}' if faster else ''} | **{row['tokens_per_s']:,}** | {row['model_tflops']:.0f} | "
+            f"**{row['peak_gib']:.1f}** | {about} |"
+        )
+        before = row["tokens"], row["seconds"]
+    return lines
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "local": local_table,
     "exactness": exactness_table,
@@ -434,6 +455,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "loss-chunks": loss_chunks_table,
     "loss-trials": loss_trials_table,
     "hosts-peers": hosts_peers_table,
+    "train-ablation": train_ablation_table,
 }
 
 
