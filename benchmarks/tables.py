@@ -415,7 +415,7 @@ def loss_trials_table() -> list[str]:
 
 def train_ablation_table() -> list[str]:
     lines = [
-        "| tokens | | seconds a step | speed over the row above | tokens/s | TFLOP/s | peak, GiB | GPU, torch, commit |",
+        "| tokens | | seconds a step | speed over row above | tokens/s | TFLOP/s | peak, GiB | GPU, torch, commit |",
         "|---|---|---|---|---|---|---|---|",
     ]
     before: tuple[int, float] | None = None

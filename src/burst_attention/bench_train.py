@@ -42,28 +42,30 @@ class Variant:
     chunked_loss: bool
     checkpointing: str
     mlp_chunks: int = 1
+    keep_last: float = 1.0
 
 
 BASELINE = Variant("full recomputation, whole logits", False, "full")
 CHUNKED = Variant("+ chunked loss", True, "full")
 SELECTIVE = Variant("+ selective checkpointing", True, "selective")
+HALF = Variant("+ of the last half alone", True, "selective", keep_last=0.5)
 NARROW = Variant("+ MLP in 8 parts", True, "selective", 8)
 CASES = (
     (32768, (BASELINE, CHUNKED, SELECTIVE)),
-    (131072, (BASELINE, CHUNKED, SELECTIVE, NARROW)),
+    (131072, (BASELINE, CHUNKED, SELECTIVE, NARROW, HALF)),
     (262144, (CHUNKED, SELECTIVE, NARROW)),
     (524288, (NARROW,)),
 )
 
 
 def bench_train(repeat: int, output: str | None, only: str | None = None) -> None:
-    """Measure every case and print its rows as they come; `only` is one length."""
+    """Measure every case and print its rows as they come; `only` is one length, or one variant's name."""
     if not torch.cuda.is_available():
         raise ValueError("bench train needs a GPU that torch can use, and there is none here")
     for tokens, variants in CASES:
-        if only and str(tokens) != only:
-            continue
         for variant in variants:
+            if only and only not in (str(tokens), variant.name):
+                continue
             row = run_ranks(partial(measure, tokens=tokens, variant=variant, repeat=repeat), 1, timeout=3600)[0]
             print(json.dumps(row), flush=True)
             append_rows(output, [row])
@@ -87,7 +89,11 @@ def _steps(ring: Ring, tokens: int, variant: Variant, repeat: int) -> Iterator[t
 
     device = torch.device(DEVICE)
     config = TrainConfig(
-        tokens=tokens, mask="causal", checkpointing=variant.checkpointing, mlp_chunks=variant.mlp_chunks
+        tokens=tokens,
+        mask="causal",
+        checkpointing=variant.checkpointing,
+        mlp_chunks=variant.mlp_chunks,
+        keep_last=variant.keep_last,
     )
     torch.manual_seed(0)
     shape = AutoConfig.for_model("llama", **SHAPE, max_position_embeddings=tokens)
