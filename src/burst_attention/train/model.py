@@ -23,7 +23,7 @@ from burst_attention.ring import Ring
 from burst_attention.train.config import TrainConfig
 
 SMALL: dict[str, Any] = {
-    "hidden_size": 512,
+    "hidden_size": 480,
     "intermediate_size": 1536,
     "num_hidden_layers": 4,
     "num_attention_heads": 6,
@@ -85,8 +85,10 @@ def _from_family(config: TrainConfig, settings: dict[str, Any], vocab_size: int)
     try:
         made = AutoConfig.for_model(config.model, **given)
         model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"cannot make a causal language model of the family {config.model}: {error}") from None
+    except Exception as error:
+        # What is wrong with a config each family says in its own way.
+        reason = " ".join(str(error).split())
+        raise ValueError(f"cannot make a causal language model of the family {config.model}: {reason}") from None
     return model
 
 
