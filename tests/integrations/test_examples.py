@@ -48,3 +48,11 @@ def test_train_transformers() -> None:
     for line in run("train_transformers.py").splitlines()[1:]:
         one, many, _ = numbers(line)
         assert many == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_tutorial() -> None:
+    lines = run("tutorial.py").splitlines()
+    many, one = numbers(next(line for line in lines if line.startswith("4.")))
+    assert many == pytest.approx(one, rel=1e-5)
+    assert all(numbers(line)[-1] < 1e-5 for line in lines if "difference" in line)

@@ -46,8 +46,8 @@ def patch_accelerator(
         accelerator: of a ParallelismConfig with `cp_size` over 1.
         parallelism_config: that config, where Accelerate refuses it in its constructor: on CPU.
         layout: who holds which tokens, a `Layout` or "contiguous", "zigzag", "striped".
-        mask: which pairs exist, for all attention; with `is_causal=True` those of them that are causal. Say causal() for
-            shards of a single token: transformers leaves `is_causal` out there.
+        mask: which pairs exist, for all attention; with `is_causal=True` those of them that are causal. Say causal()
+            for shards of a single token: transformers leaves `is_causal` out there.
         options: further options of `burst_attention`.
 
     Returns:
