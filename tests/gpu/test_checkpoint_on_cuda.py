@@ -10,7 +10,7 @@ from torch import nn
 
 from burst_attention.train.checkpoint import load, save
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
