@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from burst_attention.ring import Ring
 from burst_attention.train.config import TrainConfig
@@ -25,6 +25,7 @@ from burst_attention.train.model import TrainedModel
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
+HEAD_NORMS = ("q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
@@ -92,19 +93,41 @@ def split_features(model: TrainedModel, mesh: DeviceMesh, config: TrainConfig) -
     heads, kv_heads = inner.num_attention_heads, getattr(inner, "num_key_value_heads", inner.num_attention_heads)
     if heads % config.tp or kv_heads % config.tp:
         raise ValueError(f"tp {config.tp} must divide the model's {heads} heads and {kv_heads} key heads")
+    head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // heads
+    for layer in model.layers:
+        styles = _styles(layer, head_dim)
+        if {name.rpartition(".")[2] for name in styles} - {*HEAD_NORMS} != {*COLUMNS, *ROWS}:
+            raise ValueError(
+                f"tp knows layers with {', '.join((*COLUMNS, *ROWS))}; {type(model.model).__name__} has others: "
+                "use --tp 1"
+            )
+        _refuse_unknown(layer, styles)
+        parallelize_module(layer, mesh, styles)
+
+
+def _styles(layer: nn.Module, head_dim: int) -> dict[str, Any]:
+    """How each part of a layer is split, by its name in the layer."""
     styles: dict[str, Any] = {}
-    for name, _ in model.layers[0].named_modules():
+    for name, module in layer.named_modules():
         last = name.rpartition(".")[2]
         if last in COLUMNS:
             styles[name] = ColwiseParallel()
         elif last in ROWS:
             styles[name] = RowwiseParallel()
-    if {name.rpartition(".")[2] for name in styles} != {*COLUMNS, *ROWS}:
-        raise ValueError(
-            f"tp knows layers with {', '.join((*COLUMNS, *ROWS))}; {type(model.model).__name__} has others: use --tp 1"
-        )
-    for layer in model.layers:
-        parallelize_module(layer, mesh, styles)
+        elif last in HEAD_NORMS and [tuple(p.shape) for p in module.parameters()] == [(head_dim,)]:
+            # Every rank norms its own heads with the same weight, whose gradient is the sum over ranks. This style
+            # tells DTensor so; which dimension holds the heads makes no difference to it.
+            styles[name] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    return styles
+
+
+def _refuse_unknown(layer: nn.Module, styles: dict[str, Any]) -> None:
+    """What else has weights beside split projections would see some of the features only, and nothing would tell."""
+    split = {name.rpartition(".")[0] for name in styles}
+    for name, _ in layer.named_parameters():
+        module = name.rpartition(".")[0]
+        if module not in styles and any(f"{module}.".startswith(f"{parent}.") for parent in split):
+            raise ValueError(f"tp does not know how to split {name} of {type(layer).__name__}: use --tp 1")
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
