@@ -181,7 +181,9 @@ def sharded(config: TrainConfig, prepare: Callable[[Trainer], None] = lambda tra
 
     runs = run_processes(body, ranks, timeout=900, ring_timeout=300)
     for other in runs[1:]:
-        assert (other.losses, other.norms) == (runs[0].losses, runs[0].norms), "ranks log different numbers"
+        assert other.losses == runs[0].losses and other.norms == runs[0].norms, (
+            f"ranks log different numbers: {[(run.losses, run.norms) for run in runs]}"
+        )
         for name, weight in other.weights.items():
             assert torch.equal(weight, runs[0].weights[name]), f"ranks have different weights in {name}"
     return runs[0]
