@@ -1,4 +1,4 @@
-"""What recomputation costs: attention's forward runs once per layer and step where it is kept, twice where it is not."""
+"""What recomputation costs: attention's forward runs once per layer and step where kept, twice where it is not."""
 
 from __future__ import annotations
 
