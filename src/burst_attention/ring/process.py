@@ -291,7 +291,8 @@ def _complete_one(pending: Pending | None, inbox: Inbox) -> bool:
         return False
     for parcel, work in pending.works:
         try:
-            work.wait()
+            # The ring's own timeout bounds it, and says who is late; the group's may be as short.
+            work.wait(_FOREVER)
         except Exception as error:
             pending.error = parcel, error
             break
