@@ -139,9 +139,9 @@ def latest(folder: Path, *, group: dist.ProcessGroup | None = None) -> Path | No
             check(folder / name, group=group)
         except CheckpointError as error:
             damage.append(str(error))
-            if rank_and_size(group)[0] == 0:
-                warnings.warn(f"{error}; the checkpoint before it is tried", RuntimeWarning, stacklevel=2)
         else:
+            for each in damage if rank_and_size(group)[0] == 0 else []:
+                warnings.warn(f"{each}; {name}, saved before it, is taken", RuntimeWarning, stacklevel=2)
             return folder / name
     if damage:
         raise CheckpointError(f"no whole checkpoint is left in {folder}: {damage[0]}")

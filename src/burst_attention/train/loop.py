@@ -8,6 +8,7 @@ import resource
 import sys
 import time
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from burst_attention.train.data import Packed, PackedData, load_data, load_token
 from burst_attention.train.export import export
 from burst_attention.train.flops import peak_flops, step_flops
 from burst_attention.train.model import TrainedModel, make_model, require_transformers
-from burst_attention.train.parallel import Ranks, clip_gradients, make_ring, shard_model
+from burst_attention.train.parallel import Ranks, agreed, clip_gradients, make_ring, shard_model
 from burst_attention.train.record import Display, Headline, Log, Mirrors, StepRecord, read_log
 from burst_attention.train.report import write_report
 from burst_attention.train.stopping import Stopper
@@ -38,14 +39,10 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
         self.config, self.ranks, self.folder = config, ranks, Path(config.out)
-        tokenizer = load_tokenizer(config.tokenizer)
-        require_transformers()
+        agreed(require_transformers)
         self.memory_before = peak_memory(ranks.device)
-        inner = make_model(config, tokenizer.vocab_size)
-        vocab = int(inner.config.vocab_size)
-        self.data: PackedData = load_data(
-            config.data, tokenizer, config.tokens, config.seed, vocab, text_key=config.text_key
-        )
+        self.data: PackedData
+        inner, self.data = agreed(lambda: read_inputs(config))
         self.parameters = sum(p.numel() for p in inner.parameters())
         self.shape = inner.config
         self.ring: Ring = make_ring(ranks, config)
@@ -65,6 +62,11 @@ class Trainer:
                 self.step += 1
                 if say:
                     say.step(record)
+                # The same on every rank, so that all leave by this door.
+                if not math.isfinite(record.loss):
+                    raise ValueError(
+                        f"the loss of step {record.step} is {record.loss}; lower --lr, or look at the data"
+                    )
                 stopping = stopper.requested()
                 if stopping or self._due():
                     path = self._save()
@@ -82,7 +84,8 @@ class Trainer:
         """Write the weights for others to load, and on the first rank the report."""
         export(self.folder / EXPORT, self.model.model)
         if self.ranks.is_first:
-            settings = asdict(self.config) | {"parameters": self.parameters, "ranks": self.ring.size * self.config.dp}
+            ranks = self.config.dp * self.config.cp * self.config.tp
+            settings = asdict(self.config) | {"parameters": self.parameters, "ranks": ranks}
             print(write_report(self.folder, settings, read_log(self.folder / LOG), compare_rows), flush=True)
 
     def sequences(self, step: int, micro_batch: int) -> list[Packed]:
@@ -156,7 +159,10 @@ class Trainer:
                 raise ValueError(f"{self.folder} holds a run already; go on with --resume, or choose another --out")
             return
         if newest is None:
-            raise ValueError(f"there is no checkpoint to resume from in {self.folder / CHECKPOINTS}")
+            # Killed before its first checkpoint a run has nothing to go on from, and is resumed by beginning again.
+            if self.ranks.is_first:
+                print(f"nothing to resume in {self.folder / CHECKPOINTS}: training begins with step 1", flush=True)
+            return
         state = checkpoint.load(newest, self.model, self.optimizer, verify=False)
         require_same_run(state["settings"], self.config)
         if state["data"] != self.data.fingerprint:
@@ -173,8 +179,7 @@ class _Sayer:
         mask = config.mask.replace("window", f"window of {config.window}")
         ranks = config.dp * config.cp * config.tp
         headline = Headline(config.model, trainer.parameters, ranks, mesh, config.tokens, config.layout, mask)
-        self.log = closing.enter_context(Log(trainer.folder / LOG))
-        self.log.truncate(trainer.step)
+        self.trainer, self.closing, self.resumed_step = trainer, closing, trainer.step
         self.display = closing.enter_context(Display(headline))
         if trainer.step:
             self.display.note(f"resumed after step {trainer.step}")
@@ -185,12 +190,25 @@ class _Sayer:
             )
         )  # fmt: skip
 
+    @cached_property
+    def log(self) -> Log:
+        """Opened with the first step: a run that is refused before leaves no folder behind."""
+        log = self.closing.enter_context(Log(self.trainer.folder / LOG))
+        log.truncate(self.resumed_step)
+        return log
+
     def step(self, record: StepRecord) -> None:
         self.log.write(record)
         self.display.step(record)
         self.mirrors.write(record)
-        if not math.isfinite(record.loss):
-            raise ValueError(f"the loss of step {record.step} is {record.loss}; lower --lr, or look at the data")
+
+
+def read_inputs(config: TrainConfig) -> tuple[Any, PackedData]:
+    """Model and data, as far as a rank makes them alone."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    model = make_model(config, tokenizer.vocab_size)
+    vocab = int(model.config.vocab_size)
+    return model, load_data(config.data, tokenizer, config.tokens, config.seed, vocab, text_key=config.text_key)
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:

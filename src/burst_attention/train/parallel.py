@@ -7,9 +7,9 @@ Nothing else sums them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from burst_attention.ring import Ring
 from burst_attention.train.config import TrainConfig
 from burst_attention.train.model import TrainedModel
 
+Result = TypeVar("Result")
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -57,6 +58,21 @@ class Ranks:
         total = value.detach().double().to(self.device)
         dist.all_reduce(total)
         return total / self.mesh["tp"].size()
+
+
+def agreed(act: Callable[[], Result]) -> Result:
+    """What `act` gives; a ValueError on any rank, a file that its host has not, is the same ValueError on all."""
+    fault: str | None = None
+    try:
+        result = act()
+    except ValueError as error:
+        fault = str(error)
+    faults: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(faults, fault)
+    if any(faults):
+        rank, said = next((rank, said) for rank, said in enumerate(faults) if said)
+        raise ValueError(said if len(set(faults)) == 1 else f"rank {rank}: {said}")
+    return result
 
 
 def make_ranks(config: TrainConfig, device: torch.device) -> Ranks:

@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
-import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
-from burst_attention.launch import LOOPBACK
+from burst_attention.ring import RingError
 from burst_attention.train.config import TrainConfig
+from burst_attention.train.folders import CheckpointError
+from burst_attention.train.processes import FAILED, STOPPED, WRONG, RankError, run_ranks
 
 CPU_RANKS = 2
 UNSHARDED = "unsharded"
-FAILED, WRONG, STOPPED = 1, 2, 0
+
+
+class NoGpuError(ValueError):
+    """This rank's host has fewer GPUs than ranks."""
 
 
 def train(config: TrainConfig) -> int:
     """Run `burst train`; the exit status."""
     under = _ranks_of_a_job()
     if under is not None:
-        return _run_rank(config, "env://", *under)
+        return _rank_of_a_job(config, *under)
     ranks, device = _find_ranks(config)
     config = replace(config, device=device).on(ranks)
     if config.compare:
         alone = replace(config, cp=1, dp=1, tp=1, heads=1, compare=False, accumulate=config.accumulate * config.dp)
-        status = _start(replace(alone, out=str(Path(config.out) / UNSHARDED)).on(1), 1)
-        if status:
-            return status
-    return _start(config, ranks)
+        alone = replace(alone, out=str(Path(config.out) / UNSHARDED)).on(1)
+        if status := run_ranks(_run_rank, alone, 1):
+            return 0 if status == STOPPED else status
+    status = run_ranks(_run_rank, config, ranks)
+    return 0 if status == STOPPED else status
 
 
 def _find_ranks(config: TrainConfig) -> tuple[int, str]:
@@ -62,99 +67,98 @@ def _ranks_of_a_job() -> tuple[int, int, int] | None:
     if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
         env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
         if "MASTER_ADDR" not in env:
-            listed = subprocess.run(
-                ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
-            )
-            env["MASTER_ADDR"] = listed.stdout.split()[0]
+            env["MASTER_ADDR"] = _first_host(env.get("SLURM_JOB_NODELIST", ""))
         return int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env.get("SLURM_LOCALID", 0))
     return None
 
 
-def _start(config: TrainConfig, ranks: int) -> int:
-    """Start ranks here and wait for them. They meet over a file and the loopback interface: no port is opened."""
-    cores = os.cpu_count() or 1
-    with tempfile.TemporaryDirectory(prefix="burst-train-") as folder:
-        shared = {
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(cores // ranks, 1))),
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK),
-        }
-        store, errors = f"file://{folder}/store", f"{folder}/error"
-        started = start_processes(
-            name="burst-train",
-            entrypoint=_rank_entry,
-            args={rank: (config, store, rank, ranks, errors) for rank in range(ranks)},
-            envs=dict.fromkeys(range(ranks), shared),
-            logs_specs=DefaultLogsSpecs(log_dir=f"{folder}/logs"),
-            start_method="spawn",
-        )
-        try:
-            result = started.wait()
-        except KeyboardInterrupt:
-            started.close(death_sig=_soft_signal())
-            return 130
-        finally:
-            started.close()
-        told = [Path(f"{errors}-{rank}") for rank in range(ranks)]
-        words = [path.read_text() for path in told if path.exists()]
-    if result is not None and not result.is_failed():
-        return max(result.return_values.values(), default=0)
-    print(f"burst train: {words[0] if words else 'a rank ended without a word'}", file=sys.stderr)
-    return FAILED
+def _first_host(listed: str) -> str:
+    """Of SLURM's short list of a job's hosts, as node[7-8]."""
+    try:
+        words = ["scontrol", "show", "hostnames", listed]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        raise ValueError(
+            f"cannot tell the job's first host from SLURM_JOB_NODELIST {listed!r} ({error}); set MASTER_ADDR"
+        ) from None
 
 
-def _soft_signal() -> Any:
-    import signal
-
-    return signal.SIGTERM
-
-
-def _rank_entry(config: TrainConfig, store: str, rank: int, ranks: int, errors: str) -> int:
-    """One rank in a process of its own; why it failed is left in a file, for the one that started it."""
-    return _run_rank(config, store, rank, ranks, rank, Path(f"{errors}-{rank}"))
-
-
-def _run_rank(config: TrainConfig, store: str, rank: int, ranks: int, local: int, words: Path | None = None) -> int:
-    from burst_attention.train.folders import CheckpointError
-
+def _run_rank(config: TrainConfig, store: str, rank: int, ranks: int, local: int | None = None) -> int:
+    """One rank, from meeting the others to the end; RankError where it fails."""
     try:
         config = config.on(ranks)
-        with _group(config, store, rank, ranks, local) as device:
+        device = _device(config, rank, rank if local is None else local)
+        with _group(config, store, rank, ranks, device):
             return _train_on(config, device)
     except (ValueError, CheckpointError) as error:
-        if words is None:
-            if rank == 0:
-                print(f"burst train: {error}", file=sys.stderr, flush=True)
-        else:
-            words.write_text(str(error))
-        return WRONG
+        raise RankError(str(error), WRONG, 0) from error
+    except OSError as error:
+        raise RankError(f"rank {rank}: {error}", FAILED, 0) from error
     except Exception as error:
-        if words is not None:
-            words.write_text(f"rank {rank}: {type(error).__name__}: {error}")
-        raise
+        if _lost_a_rank(error):
+            raise RankError(f"rank {rank} lost another rank: {str(error).splitlines()[0]}", FAILED, 2) from error
+        raise RankError(f"rank {rank}: {type(error).__name__}: {error}", FAILED, 1) from error
+
+
+def _lost_a_rank(error: Exception) -> bool:
+    """Whether the failure is another's. gloo has no type of its own for it, and names its source files instead."""
+    return isinstance(error, RingError | dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _rank_of_a_job(config: TrainConfig, rank: int, ranks: int, local: int) -> int:
+    """A rank that torchrun or SLURM started. What is wrong with the input all ranks find, and the first says it."""
+    try:
+        status = _run_rank(config, "env://", rank, ranks, local)
+    except RankError as error:
+        if error.weight == 1:
+            raise
+        found_by_all = isinstance(error.__cause__, ValueError | CheckpointError)
+        if rank == 0 or not found_by_all or isinstance(error.__cause__, NoGpuError):
+            print(f"burst train: {error}", file=sys.stderr, flush=True)
+        return error.status
+    return 0 if status == STOPPED else status
+
+
+def _device(config: TrainConfig, rank: int, local: int) -> torch.device:
+    """Where a rank computes: its own GPU, or this host's CPU."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if gpus == 1 and "SLURM_GPUS_PER_TASK" in os.environ:
+        local = 0  # SLURM shows each task its own GPU alone.
+    if local >= gpus:
+        raise NoGpuError(f"rank {rank} has no GPU: {gpus} are on this host")
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    return device
 
 
 @contextlib.contextmanager
-def _group(config: TrainConfig, store: str, rank: int, ranks: int, local: int) -> Iterator[torch.device]:
+def _group(config: TrainConfig, store: str, rank: int, ranks: int, device: torch.device) -> Iterator[None]:
     """The process group of all ranks, for as long as they train."""
-    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    if on_gpu and local >= torch.cuda.device_count():
-        raise ValueError(f"rank {rank} has no GPU: {torch.cuda.device_count()} are on this host")
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    dist.init_process_group(
-        backend, init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=config.timeout)
-    )
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    limit = timedelta(seconds=config.timeout)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=limit)
+    yield
+    # Not where a rank failed: its process ends, and taking leave of ranks that are gone could hang.
+    dist.destroy_process_group()
+
+
+def _quieten() -> None:
+    """What a run says is its own: no progress bars and hints of transformers, warnings as one line each."""
+    # With tp, weights are gathered by two messages at a save, which torch tells every rank's user at length.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    warnings.formatwarning = lambda message, *_, **__: f"burst train: {message}\n"
+    with contextlib.suppress(ImportError):
+        from transformers.utils import logging as hints
+
+        hints.disable_progress_bar()
+        hints.set_verbosity_error()
 
 
 def _train_on(config: TrainConfig, device: torch.device) -> int:
+    _quieten()
     from burst_attention.train.loop import LOG, Trainer
     from burst_attention.train.parallel import make_ranks
     from burst_attention.train.record import read_log
