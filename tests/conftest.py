@@ -8,7 +8,7 @@ import pytest
 import torch
 
 # The asserts of modules that several test files share show their values too.
-pytest.register_assert_rewrite("tests.unit", "tests.ring")
+pytest.register_assert_rewrite("tests.unit", "tests.ring", "tests.train")
 
 
 @pytest.fixture(autouse=True, scope="session")

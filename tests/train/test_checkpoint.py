@@ -218,10 +218,10 @@ def test_damage_is_one_line_and_the_one_before_is_taken(
 
     errors = run_processes(body, 2)
     assert errors[0] == errors[1] and "\n" not in errors[0] and re.search(message, errors[0]), errors
-    with pytest.warns(RuntimeWarning, match=f"{message}.*; the checkpoint before it is tried"):
+    with pytest.warns(RuntimeWarning, match=f"{message}.*; step-00000001, saved before it, is taken"):
         assert latest(tmp_path) == tmp_path / "step-00000001"
     shutil.rmtree(tmp_path / "step-00000001")
-    with pytest.warns(RuntimeWarning), pytest.raises(CheckpointError, match="no whole checkpoint is left in"):
+    with pytest.raises(CheckpointError, match="no whole checkpoint is left in"):
         latest(tmp_path)
 
 

@@ -1,0 +1,159 @@
+"""Bad input of `burst train`: one clear line, a status that is not 0, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from burst_attention.train import start
+from burst_attention.train.config import TrainConfig
+from tests.train.commands import TINY, arguments, run, saved, trained
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
+
+
+def refused(words: list[str], folder: Path) -> str:
+    """What a command that must fail says: one line."""
+    status, said = run(words, folder)
+    assert status == 2, said
+    assert re.fullmatch("burst train: [^\n]+\n", said), said
+    return said.removeprefix("burst train: ").rstrip("\n")
+
+
+def empty(folder: Path) -> Path:
+    (folder / "empty.txt").write_text("")
+    return folder / "empty.txt"
+
+
+def latin(folder: Path) -> Path:
+    (folder / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    return folder / "latin.txt"
+
+
+def folder_without_text(folder: Path) -> Path:
+    (folder / "nothing").mkdir()
+    return folder / "nothing"
+
+
+def tiny(**changes: Any) -> str:
+    return json.dumps({**TINY, **changes})
+
+
+CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
+    "unknown-model": (lambda _: {"model": "nosuch"}, "there is no model 'nosuch'"),
+    "no-language-model": (lambda _: {"model": "t5"}, "cannot make a causal language model of the family t5: "),
+    "softcap": (lambda _: {"model": "gemma2"}, "caps its scores"),
+    "own-mask": (lambda _: {"model": "gemma3_text", "model_config": tiny(use_bidirectional_attention=True)}, "mask"),
+    "dropout": (lambda _: {"model_config": tiny(attention_dropout=0.1)}, "dropout is not implemented"),
+    "vocabulary": (lambda _: {"model_config": tiny(vocab_size=100)}, "the tokenizer has 257 tokens"),
+    "model-config": (lambda _: {"model_config": "{"}, "--model-config is neither a JSON object nor a file"),
+    "empty-file": (lambda folder: {"data": empty(folder)}, "is empty"),
+    "empty-folder": (lambda folder: {"data": folder_without_text(folder)}, "there are no text files in"),
+    "no-data": (lambda folder: {"data": folder / "absent"}, "there is no data at"),
+    "not-utf-8": (lambda folder: {"data": latin(folder)}, "is not UTF-8: byte 0xef at offset 2"),
+    "no-tokenizer": (lambda folder: {"tokenizer": folder / "absent"}, "is not a folder; use 'bytes'"),
+    "few-tokens": (lambda _: {"tokens": 3, "cp": 4}, "3 tokens cannot be spread over 4 ranks"),
+    "no-gpu": (lambda _: {"device": "cuda"}, "there is no GPU here"),
+    "tp": (lambda _: {"tp": 3, "cp": 1}, "tp 3 must divide the model's 4 heads and 2 key heads"),
+    "missing-package": (lambda _: {"wandb": True}, "--wandb needs the package wandb"),
+}
+
+
+@linux
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_one_line_and_leaves_nothing(case: str, tmp_path: Path) -> None:
+    settings, said = CASES[case]
+    words = arguments(tmp_path / "run", **settings(tmp_path))
+    assert said in refused(words, tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+@linux
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("stepz = 3", "there is no setting 'stepz'; is 'steps' meant?"),
+        ("steps = 'three'", "steps must be a whole number, got 'three'"),
+        ("steps = ", "cannot read the settings in"),
+        ("layout = 'zagzig'", "layout must be one of"),
+    ],
+)
+def test_a_typo_in_the_settings_is_named(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text(text)
+    assert said in refused(["train", "--config", str(tmp_path / "settings.toml")], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "run"
+    trained(out, steps=2, save_every=1)
+    return out
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    shutil.copytree(whole.parent, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "run"
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@linux
+@pytest.mark.parametrize("file", ["state.json", "tensors/shard-00002-model-00001-of-00001.safetensors"])
+def test_a_truncated_checkpoint_is_named_and_the_one_before_it_taken(file: str, copy: Path) -> None:
+    assert saved(copy) == ["step-00000001", "step-00000002"]
+    damaged = copy / "checkpoints" / "step-00000002" / file
+    os.truncate(damaged, damaged.stat().st_size // 2)
+    status, said = run(arguments(copy, steps=2, save_every=1, resume=True), copy.parent)
+    assert status == 0
+    assert re.fullmatch(f"burst train: {damaged} [^\n]+; step-00000001, saved before it, is taken\n", said), said
+
+
+@linux
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_without_a_whole_checkpoint_nothing_is_touched(damage: str, copy: Path) -> None:
+    shards = sorted(copy.rglob("shard-00001-*.safetensors"))
+    assert len(shards) == 2
+    for shard in shards:
+        text = bytearray(shard.read_bytes())
+        text[len(text) // 2] ^= 1
+        shard.write_bytes(text[:-100] if damage == "truncated" else text)
+    before = content(copy)
+    said = refused(arguments(copy, steps=2, resume=True), copy.parent)
+    assert said.startswith(f"no whole checkpoint is left in {copy}/checkpoints: {shards[1]} ")
+    assert content(copy) == before
+
+
+@linux
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokens": 64}, "tokens was 128 in the checkpoint and is 64 now"),
+        ({"model_config": tiny(hidden_size=64)}, "another model"),
+        ({"accumulate": 3}, "a step read 1 sequences (dp x accumulate) in the checkpoint and would read 3"),
+        ({"data": __file__}, "was trained on other data"),
+    ],
+    ids=["tokens", "model", "accumulate", "data"],
+)
+def test_a_run_is_not_resumed_as_another(changes: dict[str, Any], said: str, copy: Path) -> None:
+    before = content(copy)
+    assert said in refused(arguments(copy, steps=2, resume=True, **changes), copy.parent)
+    assert content(copy) == before
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for settings in ({"cp": 4}, {"dp": 3}, {"cp": 2, "dp": 2}):
+        with pytest.raises(ValueError, match=r"\d ranks need as many GPUs, and 2 are here"):
+            start.train(TrainConfig(**settings))  # type: ignore[arg-type]
