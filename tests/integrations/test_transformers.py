@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 from burst_attention import Layout, Ring, causal, documents, run_ranks, window
 from burst_attention.integrations.batch import shard_batch
 from burst_attention.integrations.transformers import NAME, disable, enable
-from tests.integrations.tiny_models import FAMILIES, tiny_model
+from tests.integrations.tiny_models import FAMILIES, SMALL, tiny_model
 
 TOKENS = 61
 DOCUMENTS = (7, 1, 20, 33)
@@ -245,6 +245,33 @@ def test_models_that_need_more_are_refused_at_once() -> None:
             enable(torch.nn.Linear(2, 2), ring=ring)
         with pytest.raises(ValueError, match="ring must be a Ring"):
             enable(tiny_model("llama"), ring="ring")  # type: ignore[arg-type]
+
+    run_ranks(body, 1, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("qwen3_next", {"linear_num_value_heads": 4, "num_experts": 0}, "linear_attention"),
+        ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 4}, "hybrid"),
+        ("llama4_text", {"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+    ],
+)
+def test_layers_that_are_not_attention_are_refused(family: str, changes: dict[str, Any], named: str) -> None:
+    """Their states would end at a shard's edge, their masks would be dropped, and nothing would tell."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family, **{**SMALL, "head_dim": 8, **changes})
+
+    def body(ring: Ring) -> None:
+        model: Any = tiny_model("llama")
+        model.config = config
+        with pytest.raises(ValueError, match=rf"neither full nor sliding attention \(.*{named}"):
+            enable(model, ring=ring)
+        model = tiny_model("llama")
+        model.model.layers[1].mix = torch.nn.Conv1d(2, 2, 3)
+        with pytest.raises(ValueError, match=r"\(model.layers.1.mix\); what they pass from token to token"):
+            enable(model, ring=ring)
 
     run_ranks(body, 1, timeout=60)
 

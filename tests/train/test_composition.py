@@ -28,7 +28,7 @@ from burst_attention.train import parallel
 from burst_attention.train.config import TrainConfig
 from burst_attention.train.data import load_data, load_tokenizer
 from burst_attention.train.loop import Trainer
-from burst_attention.train.model import make_model
+from burst_attention.train.model import make_model, require_known_logits
 from tests.integrations.tiny_models import tiny_model
 from tests.train.exact import Plain, distance, full, require_same, sharded, tiny, unsharded
 from tests.train.exact_matrix import SAME, Cell, name_of
@@ -225,3 +225,25 @@ def test_compiled_layers(backend: str, checkpointing: str, tmp_path: Path, monke
     """aot_eager traces, differentiates and splits as inductor does, and writes no C++."""
     config = tiny(tmp_path, **{**SAME, "steps": 2, "cp": 2, "compile": True, "checkpointing": checkpointing})
     assert min(compiled(config, backend, monkeypatch)) > 1
+
+
+@pytest.mark.parametrize("shape", [{"logit_scale": 0.3}, {"logits_scaling": 7.0}], ids=["cohere", "granite"])
+def test_families_that_scale_their_logits(shape: dict[str, Any], tmp_path: Path) -> None:
+    family = "cohere" if "logit_scale" in shape else "granite"
+    ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    config = tiny(tmp_path, **{**SAME, "steps": 1, "cp": 2, "model": family, "shape": {**shape, **ends}})
+    require_same(sharded(config), unsharded(config))
+
+
+def test_a_family_that_does_more_to_its_logits_is_refused() -> None:
+    model = tiny_model("llama")
+    require_known_logits(model)
+    plain = type(model).forward
+    model.forward = lambda **given: _tripled(plain(model, **given))
+    with pytest.raises(ValueError, match="LlamaForCausalLM changes its logits in a way that is not known here"):
+        require_known_logits(model)
+
+
+def _tripled(output: Any) -> Any:
+    output.logits = 3 * output.logits
+    return output

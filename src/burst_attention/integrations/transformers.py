@@ -40,6 +40,7 @@ REFUSED = {
     "cu_seqlens": "say documents=[...] with the lengths of the whole sequence's documents instead",
     "indexer_mask": "a mask of chosen keys is not implemented",
 }
+SERVED_LAYERS = {"full_attention", "sliding_attention"}
 HARMLESS = {
     "labels", "shift_labels", "num_items_in_batch", "use_cache", "cache_position", "past_key_values", "past_key_value",
     "return_dict", "output_hidden_states", "output_router_logits", "logits_to_keep", "max_length_q", "max_length_k",
@@ -86,6 +87,7 @@ def enable(
         raise ValueError(f"keep_last is a fraction of the sequence, above 0 and at most 1, got {keep_last!r}")
     _register()
     _require_served(config)
+    _require_attention_alone(model, config)
     settings = Settings(ring, layout, mask, keep_last, {"check": "first", **options})
     for module in model.modules():
         setattr(module, SETTINGS, settings)
@@ -125,6 +127,19 @@ def _require_served(config: Any) -> None:
         raise ValueError(
             f"{type(config).__name__} drops attention weights (attention_dropout={text.attention_dropout}); dropout is "
             "not implemented: set it to 0"
+        )
+
+
+def _require_attention_alone(model: nn.Module, config: Any) -> None:
+    """Refuse layers that pass something along the tokens by another way: it would end at a shard's edge, in silence."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - SERVED_LAYERS)
+    # State-space layers, linear attention and short convolutions all have one; not every family says so in its config.
+    others = others or [name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)][:1]
+    if others:
+        raise ValueError(
+            f"{type(model).__name__} has layers that are neither full nor sliding attention ({', '.join(others)}); "
+            "what they pass from token to token would end at every shard's edge"
         )
 
 

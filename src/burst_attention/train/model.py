@@ -116,13 +116,14 @@ class TrainedModel(nn.Module):
 
     def __init__(self, model: Any, ring: Ring, config: TrainConfig) -> None:
         super().__init__()
+        if model.get_output_embeddings() is None:
+            raise ValueError(f"{type(model).__name__} has no output embeddings, so it is no language model")
+        require_known_logits(model)
         keep = config.keep_last if config.checkpointing == "selective" else 1.0
         enable(model, ring=ring, layout=config.layout, mask=mask_of(config), keep_last=keep, heads=config.heads)
         model.config.use_cache = False
         model.train()
         self.model = model
-        if model.get_output_embeddings() is None:
-            raise ValueError(f"{type(model).__name__} has no output embeddings, so it is no language model")
         if config.mlp_chunks > 1:
             chunk_mlps(model, config.mlp_chunks)
         if config.checkpointing != "none":
@@ -141,13 +142,39 @@ class TrainedModel(nn.Module):
         hidden = self.model.get_decoder()(**{name: batch[name] for name in names}, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()
         return linear_cross_entropy(
-            hidden,
+            scaled(hidden, self.model.config),
             head.weight,
             batch["shift_labels"],
             bias=head.bias,
             softcap=getattr(self.model.config, "final_logit_softcapping", None),
             reduction="sum",
             num_items=batch["num_items_in_batch"],
+        )
+
+
+def scaled(hidden: Tensor, config: Any) -> Tensor:
+    """Hidden features whose logits are the model's: some families multiply their logits (Cohere), some divide them."""
+    factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    return hidden if factor == 1.0 else hidden * factor
+
+
+@torch.no_grad()
+def require_known_logits(model: Any) -> None:
+    """Refuse a model that does more to its logits than is known here: its loss would be another, in silence.
+
+    Asked of the model itself, by two tokens, before it is sharded.
+    """
+    model.eval()
+    ids = torch.zeros((1, 2), dtype=torch.int64, device=model.get_output_embeddings().weight.device)
+    logits = model(input_ids=ids, use_cache=False).logits
+    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    found = model.get_output_embeddings()(scaled(hidden, model.config))
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    found = found if cap is None else cap * torch.tanh(found / cap)
+    # Wide enough for bf16, far below any factor or cap that a family would have.
+    if not torch.allclose(found, logits, rtol=1e-2, atol=1e-2 * float(logits.abs().max())):
+        raise ValueError(
+            f"{type(model).__name__} changes its logits in a way that is not known here; it cannot be trained"
         )
 
 
