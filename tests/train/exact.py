@@ -180,12 +180,12 @@ def sharded(config: TrainConfig, prepare: Callable[[Trainer], None] = lambda tra
         return Trained([each.loss for each in records], [each.grad_norm for each in records], weights)
 
     runs = run_processes(body, ranks, timeout=900, ring_timeout=300)
-    for other in runs[1:]:
-        assert other.losses == runs[0].losses and other.norms == runs[0].norms, (
-            f"ranks log different numbers: {[(run.losses, run.norms) for run in runs]}"
+    for rank, other in enumerate(runs[1:], start=1):
+        # Not to the last bit: ranks of tp each compute what they have in common, and products may round differently.
+        difference = apart(other, runs[0])
+        assert max(difference.loss, difference.norm) <= LOSS and difference.weights <= PARAMETERS, (
+            f"ranks 0 and {rank} are apart by {difference}: {runs[0].losses} and {other.losses}"
         )
-        for name, weight in other.weights.items():
-            assert torch.equal(weight, runs[0].weights[name]), f"ranks have different weights in {name}"
     return runs[0]
 
 
