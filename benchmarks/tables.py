@@ -434,6 +434,24 @@ def train_ablation_table() -> list[str]:
     return lines
 
 
+def train_exact_table() -> list[str]:
+    rows = latest(rows_of("train_exact"), "suite", "cell")
+    exact = [row for row in rows if row["suite"] == "train-exact"]
+    rounded = [row for row in rows if row["suite"] == "train-bf16"]
+    lines = ["| runs | what | largest | in | commit |", "|---|---|---|---|---|"]
+    for what, key in (
+        ("relative difference of a step's loss", "loss"),
+        ("relative difference of a step's gradient norm, before clipping", "norm"),
+        ("difference of a weight tensor at the end, by relative norm", "weights"),
+    ):
+        worst = max(exact, key=lambda row, key=key: row[key])  # type: ignore[misc]
+        lines.append(f"| {len(exact)}, fp32 | {what} | **{worst[key]:.1e}** | {worst['cell']} | {worst['commit']} |")
+    worst = max(rounded, key=lambda row: row["ratio"])
+    what = "mean error of the loss against fp32, over that of bf16 unsharded"
+    lines.append(f"| {len(rounded)}, bf16 | {what} | **{worst['ratio']:.2f}** | {worst['cell']} | {worst['commit']} |")
+    return lines
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "local": local_table,
     "exactness": exactness_table,
@@ -456,6 +474,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "loss-trials": loss_trials_table,
     "hosts-peers": hosts_peers_table,
     "train-ablation": train_ablation_table,
+    "train-exact": train_exact_table,
 }
 
 
