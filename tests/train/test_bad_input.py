@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from burst_attention import Ring
+from burst_attention.launch import run_processes
 from burst_attention.train import start
 from burst_attention.train.config import TrainConfig
+from burst_attention.train.parallel import agreed
 from tests.train.commands import TINY, arguments, run, saved, trained
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
@@ -157,3 +160,19 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     for settings in ({"cp": 4}, {"dp": 3}, {"cp": 2, "dp": 2}):
         with pytest.raises(ValueError, match=r"\d ranks need as many GPUs, and 2 are here"):
             start.train(TrainConfig(**settings))  # type: ignore[arg-type]
+
+
+def test_a_fault_on_one_rank_is_the_same_error_on_all() -> None:
+    """A file that one host has not: the others do not wait for it, nor tell that they lost it."""
+
+    def body(ring: Ring) -> str:
+        def read() -> str:
+            if ring.rank == 1:
+                raise ValueError("there is no data at 'text'")
+            return "data"
+
+        with pytest.raises(ValueError, match="no data") as caught:
+            agreed(read)
+        return str(caught.value)
+
+    assert run_processes(body, 3) == ["rank 1: there is no data at 'text'"] * 3

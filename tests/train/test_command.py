@@ -142,11 +142,36 @@ def test_a_second_interrupt_ends_it_at_once(tmp_path: Path) -> None:
         assert command.stderr == ""
 
 
+def test_stopped_before_the_sharded_run_a_comparison_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    job = {"steps": 8, "compare": True}
+    with Command(arguments(out, **job), tmp_path) as command:
+        until(lambda: logged(out / "unsharded") >= 2, "two steps of the unsharded run")
+        os.kill(command.process.pid, signal.SIGTERM)
+        assert command.wait() == 0, command.stderr
+    assert logged(out) == 0 and 2 <= logged(out / "unsharded") < 8
+    found = trained(out, **job, resume=True)
+    torch.testing.assert_close(losses(found), losses(rows(out / "unsharded")), rtol=1e-5, atol=0)
+    assert json.loads((out / "summary.json").read_text())["compared_steps"] == 8
+
+
+def imports_torch(pid: int) -> bool:
+    try:
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:  # ended meanwhile
+        return False
+
+
 def test_interrupted_while_it_starts_it_leaves_nothing(tmp_path: Path) -> None:
     """Also not the tracebacks of ranks that were importing."""
     started = real(arguments(tmp_path / "run"))
-    until(lambda: len(members(started.pid)) >= 3, "processes of ranks")
-    os.killpg(started.pid, signal.SIGINT)
+    until(lambda: any(imports_torch(pid) for pid in members(started.pid) if pid != started.pid), "a rank that imports")
+    # As a terminal does, but ranks first, so that none is ended by its starter before it can answer.
+    for pid in members(started.pid):
+        if pid != started.pid:
+            os.kill(pid, signal.SIGINT)
+    time.sleep(0.3)
+    os.kill(started.pid, signal.SIGINT)
     _, errors = started.communicate(timeout=SECONDS)
     assert (started.returncode, errors) == (130, "")
     none_left(started.pid)
