@@ -156,8 +156,10 @@ def test_stopped_before_the_sharded_run_a_comparison_goes_on(tmp_path: Path) -> 
 
 
 def imports_torch(pid: int) -> bool:
+    """Whether it is a rank, no longer a copy of its starter, on its way to `_enter`."""
     try:
-        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+        spawned = "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()
+        return spawned and "libtorch" in Path(f"/proc/{pid}/maps").read_text()
     except OSError:  # ended meanwhile
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
@@ -113,12 +114,13 @@ def killed_somewhere(chance: random.Random, out: Path, seconds: float, resume: b
         else:
             time.sleep(chance.uniform(0, seconds))
         ranks, what = command.ranks(), chance.choice(("run", "rank", "starter"))
-        if what == "rank" and ranks:
-            os.kill(chance.choice(ranks), signal.SIGKILL)
-        elif what == "starter":
-            os.kill(command.process.pid, signal.SIGKILL)
-        else:
-            command.signal_all(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # It was done before.
+            if what == "rank" and ranks:
+                os.kill(chance.choice(ranks), signal.SIGKILL)
+            elif what == "starter":
+                os.kill(command.process.pid, signal.SIGKILL)
+            else:
+                command.signal_all(signal.SIGKILL)
         after = time.monotonic() - begun
         command.process.join(SOON)
         if command.process.exitcode is None:
