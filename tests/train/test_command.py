@@ -172,7 +172,7 @@ def test_interrupted_while_it_starts_it_leaves_nothing(tmp_path: Path) -> None:
     for pid in members(started.pid):
         if pid != started.pid:
             os.kill(pid, signal.SIGINT)
-    time.sleep(0.3)
+    time.sleep(0.1)
     os.kill(started.pid, signal.SIGINT)
     _, errors = started.communicate(timeout=SECONDS)
     assert (started.returncode, errors) == (130, "")

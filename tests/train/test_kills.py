@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from burst_attention.train import checkpoint
 from burst_attention.train.checkpoint import check, latest
 from tests.ring.test_soak import FAULTS, SEED, keep
 from tests.train.commands import Command, arguments, logged, none_left, rows, run, saved, trained, until
@@ -80,8 +81,11 @@ def test_killed_before_its_first_checkpoint_a_run_is_resumed_from_the_beginning(
     assert trained(out, **JOB, resume=True) == rows(whole)
 
 
-def test_a_full_disk_in_a_save_costs_nothing_but_the_save(whole: Path, tmp_path: Path) -> None:
+def test_a_full_disk_in_a_save_costs_nothing_but_the_save(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A limit on the size of files: a write that really fails, in the middle of a shard."""
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 2**30)  # The tests' small files would all stay below the limit.
     out = tmp_path / "run"
     shutil.copytree(whole, out)
     shutil.copy(whole.parent / "data.jsonl", tmp_path)
