@@ -452,6 +452,21 @@ def train_exact_table() -> list[str]:
     return lines
 
 
+def train_local_table() -> list[str]:
+    lines = ["| command | what | two ranks | one process, two threads | ratio | commit |", "|---|---|---|---|---|---|"]
+    for row in of_suite("train-make")[-1:]:
+        fall = 100 * (1 - row["last_loss"] / row["first_loss"])
+        what = f"seconds from nothing to the summary; {row['steps']} steps, the loss falls by {fall:.0f}%"
+        lines.append(f"| `{row['command']}` | {what} | **{row['seconds']:.0f}** | | | {row['commit']} |")
+    for row in of_suite("train-local")[-1:]:
+        for what, key in (("tokens/s, median", "tokens_per_s"), ("peak memory beyond imports, GiB a rank", "peak_gib")):
+            many, one = row[key], row[f"unsharded_{key}"]
+            lines.append(
+                f"| `{row['command']}` | {what} | {many:,.4g} | {one:,.4g} | **{many / one:.2f}** | {row['commit']} |"
+            )
+    return lines
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "local": local_table,
     "exactness": exactness_table,
@@ -475,6 +490,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "hosts-peers": hosts_peers_table,
     "train-ablation": train_ablation_table,
     "train-exact": train_exact_table,
+    "train-local": train_local_table,
 }
 
 
