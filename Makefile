@@ -7,6 +7,8 @@ READY = $(VENV)/ready
 # What training needs, without the tools of the tests: a smaller install.
 TRAIN_READY = $(VENV)/ready-train
 TRAIN ?=
+# These import transformers and torch's compiler, and ranks are forked: from a small process that is several times faster.
+HEAVY = tests/integrations tests/train
 
 .PHONY: train demo test test-gpu sanitize lint types test-all soak bench clean
 
@@ -20,7 +22,8 @@ demo: $(TRAIN_READY)
 # Without GPUs: autograd's device threads would keep the tests from forking ranks. `make test-gpu` is for GPUs.
 # Our Triton kernels run in Triton's interpreter, which must be chosen before they are imported: a process of its own.
 test: lint types
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(addprefix --ignore=,$(HEAVY))
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(HEAVY)
 	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
 
 test-gpu: $(READY)
