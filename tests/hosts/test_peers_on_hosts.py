@@ -32,4 +32,4 @@ def test_what_leaves_the_hosts_is_what_each_design_sends(windowed: bool, group: 
     assert set(expected) == set(row["seconds"]) == {*OURS, *PEERS}
     for name, planned in expected.items():
         # Headers, acknowledgements and the barriers around a call: the more, the fewer bytes there are.
-        assert planned <= row["sent_bytes"][name]["all"] <= 1.02 * planned + 20_000, name
+        assert planned <= row["sent_bytes"][name]["all"] <= 1.03 * planned + 20_000, name
