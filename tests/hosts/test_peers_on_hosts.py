@@ -31,5 +31,5 @@ def test_what_leaves_the_hosts_is_what_each_design_sends(windowed: bool, group: 
     expected |= {name: planned_bytes(case, options(case)) for name, options in OURS.items()}
     assert set(expected) == set(row["seconds"]) == {*OURS, *PEERS}
     for name, planned in expected.items():
-        # Headers, acknowledgements and the barriers around a call came to 2 to 3.3%; designs differ by a quarter or more.
+        # Headers, acknowledgements and the barriers around a call came to 2 to 3.3%; designs differ by a quarter.
         assert planned <= row["sent_bytes"][name]["all"] <= 1.05 * planned + 20_000, name
