@@ -122,17 +122,18 @@ def gpu_tax_table() -> list[str]:
 
 
 def gpu_breakdown_table() -> list[str]:
-    kinds = ("attention", "attention's own passes", "merge", "sums and packing", "stand-in and delta", "other")
+    kinds = ("attention", "attention's own passes", "merge", "sums and packing", "stand-in and delta", "other", "idle")
     lines = [
-        f"| S | kernels | phase | what | {' | '.join(kinds)} | all | GPU, torch, commit |",
-        "|---|---|---|---|" + "---|" * (len(kinds) + 2),
+        f"| S | kernels | phase | what | {' | '.join(kinds)} | all | not profiled | launches | GPU, torch, commit |",
+        "|---|---|---|---|" + "---|" * (len(kinds) + 4),
     ]
     for row in latest(of_suite("gpu-breakdown"), "tokens_per_rank", "flash", "phase", "what"):
         spent = row["microseconds"]
         cells = " | ".join(f"{spent.get(kind, 0):,}" for kind in kinds)
         lines.append(
             f"| {row['tokens_per_rank']} | {KERNELS['auto', row['flash']]} | {row['phase']} | {row['what']} | "
-            f"{cells} | {sum(spent.values()):,} | {row['gpu']}, {row['torch']}, {row['commit']} |"
+            f"{cells} | {sum(spent.values()):,} | {row['unprofiled_us']:,} | {row['launches']} | "
+            f"{row['gpu']}, {row['torch']}, {row['commit']} |"
         )
     return lines
 

@@ -251,9 +251,9 @@ KINDS = {
     "merge": ("_merge_kernel",),
     "sums and packing": ("_sum_kernel",),
     "stand-in and delta": ("_stand_in_kernel", "_delta_kernel"),
-    "bench": ("distribution",),
+    "bench": ("distribution", "spin_kernel"),
 }
-"""What a device kernel's name says of its purpose, the first that fits; "bench" makes up blocks and does not count."""
+"""What a device kernel's name says of its purpose, the first that fits; "bench" is the benchmark's own: not counted."""
 
 
 def kind_of(kernel_name: str) -> str:
@@ -264,29 +264,42 @@ def kind_of(kernel_name: str) -> str:
 def breakdown_rows(case: TaxCase, rank: int, repeat: int = 3) -> Iterator[dict[str, Any]]:
     """Where a rank's time on the device goes, by torch's profiler, and a whole attention's for each rank."""
     name = "cudnn" if flash_name() == "FA2" else "flash"
-    whole = {phase: _microseconds(call, repeat) for phase, call in whole_calls(case, name).items()}
-    for phase, call in lone_calls(case, rank, copies=False, coalesce=2).items():
+    whole, lone = whole_calls(case, name), lone_calls(case, rank, copies=False, coalesce=2)
+    for phase in whole:
         row = _case_fields(case) | {"suite": "gpu-breakdown", "flash": flash_name(), "phase": phase}
-        share = {kind: value / case.ranks for kind, value in whole[phase].items()}
-        yield row | {"what": f"whole, by {case.ranks}", "microseconds": _rounded(share)}
-        yield row | {"what": f"rank {rank}", "microseconds": _rounded(_microseconds(call, repeat))}
+        for what, call, share in (
+            (f"whole, by {case.ranks}", whole[phase], case.ranks),
+            (f"rank {rank}", lone[phase], 1),
+        ):
+            spent, launches = _time_by_purpose(call, repeat)
+            yield row | {
+                "what": what,
+                "microseconds": {kind: round(value / share) for kind, value in spent.items()},
+                "launches": launches,
+                "unprofiled_us": round(1e3 * median_ms(call, 3 * repeat) / share),
+            }
 
 
-def _microseconds(call: Callable[[], Any], repeat: int) -> dict[str, float]:
-    """Time on the device by purpose."""
+def _time_by_purpose(call: Callable[[], Any], repeat: int) -> tuple[dict[str, float], int]:
+    """Microseconds on the device by purpose, with those in which it was idle between kernels, and kernels launched."""
     for _ in range(WARM_UPS):
         call()
-    with torch.profiler.profile() as profile:
-        for _ in range(repeat):
-            call()
-        torch.cuda.synchronize()
     spent: dict[str, float] = {}
-    for event in profile.key_averages():
-        if "CUDA" in str(event.device_type):
-            kind = kind_of(event.key)
-            spent[kind] = spent.get(kind, 0.0) + event.self_device_time_total / repeat
-    return {kind: value for kind, value in spent.items() if kind != "bench"}
-
-
-def _rounded(spent: dict[str, float]) -> dict[str, int]:
-    return {kind: round(value) for kind, value in spent.items()}
+    launches = 0
+    for _ in range(repeat):
+        with torch.profiler.profile() as profile:
+            torch.cuda._sleep(2 * HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+            call()
+            torch.cuda.synchronize()
+        kernels = sorted(
+            (event.time_range.start, event.time_range.end, kind_of(event.name))
+            for event in profile.events() or ()
+            if "CUDA" in str(event.device_type)
+        )
+        kernels = [kernel for kernel in kernels if kernel[2] != "bench"]
+        busy_until, launches = kernels[0][0], len(kernels)
+        for start, end, kind in kernels:
+            spent["idle"] = spent.get("idle", 0.0) + max(start - busy_until, 0.0) / repeat
+            spent[kind] = spent.get(kind, 0.0) + max(end - max(start, busy_until), 0.0) / repeat
+            busy_until = max(busy_until, end)
+    return spent, launches

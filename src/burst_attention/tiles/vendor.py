@@ -88,7 +88,8 @@ class CudnnKernel(VendorKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         # The operator ignores the strides of out and dout: anything but (B, H, S, D) in memory gives wrong gradients.
         dout, out = dout.contiguous(), out.contiguous()
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        # Without dropout it is not read: nothing is launched to fill it.
+        seed = torch.empty((), dtype=torch.int64, device=q.device)
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
             scale=scale,
@@ -108,7 +109,7 @@ class FlashKernel(VendorKernel):
     def gradients(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        seed = torch.empty(2, dtype=torch.uint64, device=q.device)
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[0], scale=scale
         )
