@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_attention import Ring, burst_attention, parse_mask, plan, run_ranks
 from burst_attention.launch import run_processes
-from burst_attention.tiles import TileKernel
+from burst_attention.tiles import TileKernel, cpu_flash
 from burst_attention.tiles.cpu_flash import CpuFlashKernel
 from burst_attention.tiles.plain import PlainKernel
 
@@ -109,11 +109,20 @@ def test_copies_in_another_order_are_planned(layout: str, key_layout: str, direc
 
 
 @pytest.mark.parametrize(
-    ("dtype", "degree", "kv_heads"),
-    [(torch.float32, 2, 8), (torch.float32, 4, 2), (torch.bfloat16, 4, 8), (torch.bfloat16, 2, 1)],
+    ("dtype", "degree", "kv_heads", "has_bf16"),
+    [
+        (torch.float32, 2, 8, False),
+        (torch.float32, 4, 2, False),
+        (torch.bfloat16, 4, 8, False),
+        (torch.bfloat16, 2, 1, False),
+        (torch.bfloat16, 2, 1, True),
+    ],
     ids=str,
 )
-def test_exchanged_heads_are_planned(dtype: torch.dtype, degree: int, kv_heads: int) -> None:
+def test_exchanged_heads_are_planned(
+    dtype: torch.dtype, degree: int, kv_heads: int, has_bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_flash, "multiplies_bf16", lambda: has_bf16)
     case = ("causal()", "zigzag", "auto", dtype, kv_heads, 1, None, False, degree)
     options: dict[str, Any] = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": HEAD_DIM, "dtype": dtype}
     planned = plan(

@@ -17,6 +17,8 @@ from burst_attention.merge import MAX_PARTIALS, Part, State, finish
 from burst_attention.schedule import PhasePlan, Round
 
 GRADIENTS = ("dq", "dk", "dv")
+DELTA_ENTRIES = 2**16
+"""Of out and dout, that are held in fp64 at once."""
 
 
 class BackwardInputs(NamedTuple):
@@ -142,7 +144,12 @@ class TileKernel(ABC):
         """(B, H, S): rowsum(out * dout) - dlse, which is all that backward needs to know of out."""
         # Where a row sees few keys, dq is what is left after delta cancels: fp64 sums keep that difference.
         precise = torch.float64 if out.device.type == "cpu" else dtype
-        delta: Tensor = torch.linalg.vecdot(out.to(precise), dout.to(precise)).to(dtype)
+        batch, heads, rows, dim = out.shape
+        delta = torch.empty(batch, heads, rows, dtype=dtype, device=out.device)
+        step = max(DELTA_ENTRIES // max(batch * heads * dim, 1), 1)
+        for first in range(0, rows, step):
+            part = slice(first, first + step)
+            delta[:, :, part] = torch.linalg.vecdot(out[:, :, part].to(precise), dout[:, :, part].to(precise))
         return delta if dlse is None else delta - dlse
 
     sum_parts: SumParts | None = None
