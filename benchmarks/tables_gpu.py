@@ -1,0 +1,148 @@
+"""Tables and the plot of `burst bench gpu`."""
+
+from __future__ import annotations
+
+from line_chart import line_chart
+from table_rows import PAGE, Row, heads_of, latest, of_suite
+
+PLOT = PAGE.parent / "plots" / "tile_sizes.svg"
+
+KERNELS = {("auto", "FA4"): "FA4", ("auto", "FA2"): "cuDNN, ours", ("cudnn", "FA2"): "cuDNN"}
+"""What serves the pieces, by the kernel that was asked for and what is under torch's flash operator."""
+
+
+def gpu_tax_table() -> list[str]:
+    lines = [
+        "| W | S | mask | heads | kernels | blocks at once | receives | forward tax | backward tax "
+        "| ms of the slowest rank | whole, fastest, ms | host, ms | planned peak | GPU, torch, commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    keys = ("ranks", "tokens_per_rank", "causal", "kv_heads", "coalesce", "copies", "flash", "kernel")
+    for row in latest(of_suite("gpu-tax"), *keys):
+        whole = [
+            min(row[key] for key in row if key.startswith("whole_") and key.endswith(f"{phase}_ms"))
+            for phase in ("forward", "backward")
+        ]
+        lines.append(
+            f"| {row['ranks']} | {row['tokens_per_rank']} | {'causal, zigzag' if row['causal'] else 'full'} | "
+            f"{heads_of(row)} | {KERNELS[row['kernel'], row['flash']]} | {row['coalesce']} | "
+            f"{'copied' if row['copies'] else 'by reference'} | "
+            f"**{row['forward_tax']:.3f}** | **{row['backward_tax']:.3f}** | "
+            f"{row['forward_ms']:.2f} / {row['backward_ms']:.2f} | {whole[0]:.1f} / {whole[1]:.1f} | "
+            f"{row['forward_host_ms']:.1f} / {row['backward_host_ms']:.1f} | {row['planned_peak_gib']:.2f} GiB | "
+            f"{row['gpu']}, {row['torch']}, {row['commit']} |"
+        )
+    return lines
+
+
+def gpu_breakdown_table() -> list[str]:
+    kinds = ("attention", "attention's own passes", "merge", "sums and packing", "stand-in and delta", "other", "idle")
+    lines = [
+        f"| S | kernels | phase | what | {' | '.join(kinds)} | all | not profiled | launches | GPU, torch, commit |",
+        "|---|---|---|---|" + "---|" * (len(kinds) + 4),
+    ]
+    for row in latest(of_suite("gpu-breakdown"), "tokens_per_rank", "flash", "phase", "what"):
+        spent = row["microseconds"]
+        cells = " | ".join(f"{spent.get(kind, 0):,}" for kind in kinds)
+        lines.append(
+            f"| {row['tokens_per_rank']} | {KERNELS['auto', row['flash']]} | {row['phase']} | {row['what']} | "
+            f"{cells} | {sum(spent.values()):,} | {row['unprofiled_us']:,} | {row['launches']} | "
+            f"{row['gpu']}, {row['torch']}, {row['commit']} |"
+        )
+    return lines
+
+
+def kernel_name(row: Row) -> str:
+    """Ours, or the vendor's by the name of what serves it."""
+    return {"triton": "ours", "cudnn": "cuDNN", "flash": row.get("flash", "FA2"), "flex": "FlexAttention"}[
+        row["kernel"]
+    ]
+
+
+def gpu_tiles_table() -> list[str]:
+    lines = [
+        "| queries x keys | kernel | forward, state carried | forward, plain | backward | GPU, torch, commit |",
+        "|---|---|---|---|---|---|",
+    ]
+    rows = latest(of_suite("gpu-tiles"), "rows", "cols", "causal", "kernel", "flash")
+    for row in sorted(rows, key=lambda row: (-row["rows"], -row["cols"], row["causal"])):
+        plain = row.get("plain_forward_tflops")
+        lines.append(
+            f"| {row['rows']} x {row['cols']}{', causal' if row['causal'] else ''} | {kernel_name(row)} | "
+            f"{row['forward_tflops']:.0f} | {f'{plain:.0f}' if plain else ''} | {row['backward_tflops']:.0f} | "
+            f"{row['gpu']}, {row['torch']}, {row['commit']} |"
+        )
+    return lines
+
+
+def gpu_forward_table() -> list[str]:
+    lines = [
+        "| queries x keys | forward: ours, cuDNN, ratio | ours with the state carried, which costs "
+        "| backward: ours, cuDNN, ratio | GPU, torch, commit |",
+        "|---|---|---|---|---|",
+    ]
+    found = {(row["rows"], row["cols"], row["causal"], row["kernel"]): row for row in of_suite("gpu-tiles")}
+    for rows, cols, causal in dict.fromkeys(key[:3] for key in found):
+        ours, cudnn = (found[rows, cols, causal, kernel] for kernel in ("triton", "cudnn"))
+        forward, backward = (
+            f"{ours[key]:.0f}, {cudnn[key]:.0f}, **{ours[key] / cudnn[key]:.2f}**"
+            for key in ("plain_forward_tflops", "backward_tflops")
+        )
+        carried = ours["forward_tflops"]
+        lines.append(
+            f"| {rows} x {cols}{', causal' if causal else ''} | {forward} | {carried:.0f}, "
+            f"{ours['plain_forward_tflops'] / carried - 1:.1%} | {backward} | "
+            f"{ours['gpu']}, {ours['torch']}, {ours['commit']} |"
+        )
+    return lines
+
+
+def gpu_masks_table() -> list[str]:
+    lines = [
+        "| mask, T = 16384 | forward: ours, FlexAttention, ratio | backward: ours, FlexAttention, ratio "
+        "| GPU, torch, commit |",
+        "|---|---|---|---|",
+    ]
+    found = {(row["mask"], row["kernel"]): row for row in of_suite("gpu-masks")}
+    for mask in dict.fromkeys(mask for mask, _ in found):
+        ours, flex = found[mask, "triton"], found[mask, "flex"]
+        cells = [
+            f"{ours[key]:.0f}, {flex[key]:.0f}, **{ours[key] / flex[key]:.2f}**"
+            for key in ("forward_tflops", "backward_tflops")
+        ]
+        lines.append(f"| {mask} | {cells[0]} | {cells[1]} | {ours['gpu']}, {ours['torch']}, {ours['commit']} |")
+    return lines
+
+
+def gpu_million_table() -> list[str]:
+    lines = [
+        "| tokens | heads | forward, s | backward, s | TFLOP/s | peak beyond inputs, planned | rms error of one head: "
+        "out, dq, dk, dv | GPU, torch, commit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in latest(of_suite("gpu-million"), "tokens", "kv_heads"):
+        errors = ", ".join(f"{value:.2%}" for value in row["rms_errors"].values())
+        lines.append(
+            f"| {row['tokens']:,} | {row['heads']}/{row['kv_heads']} | {row['forward_s']:.1f} "
+            f"| {row['backward_s']:.1f} | {row['forward_tflops']:.0f} / {row['backward_tflops']:.0f} | "
+            f"{row['peak_gib']:.2f} GiB, {row['planned_peak_gib']:.2f} GiB | {errors} | "
+            f"{row['gpu']}, {row['torch']}, {row['commit']} |"
+        )
+    return lines
+
+
+def gpu_sizes_plot() -> list[str]:
+    """Rates by size of a full square tile, as an SVG beside the page."""
+    rows = latest(of_suite("gpu-sizes"), "size", "kernel", "flash")
+    lines = {
+        f"{kernel_name(row)}, {phase}": [
+            (other["size"], other[f"{phase}_tflops"])
+            for other in sorted(rows, key=lambda other: other["size"])
+            if kernel_name(other) == kernel_name(row)
+        ]
+        for row in rows
+        for phase in ("forward", "backward")
+    }
+    PLOT.parent.mkdir(exist_ok=True)
+    PLOT.write_text(line_chart(lines, "rows and columns of a full tile", "TFLOP/s"))
+    return [f"![TFLOP/s by tile size]({PLOT.relative_to(PAGE.parent)})"]

@@ -1,0 +1,115 @@
+"""Tables of `burst bench hosts`."""
+
+from __future__ import annotations
+
+from table_rows import Row, heads_of, latest, of_suite
+
+HOST_KEYS = ("hosts", "per_host", "mbit", "causal", "kv_heads", "tokens_per_rank")
+
+
+def host_cells(row: Row) -> str:
+    mask = "causal" if row["causal"] else "full"
+    return f"{row['hosts']} x {row['per_host']} | {row['mbit']:.0f}, {row['link_mbit']:.0f} | {mask}"
+
+
+def seconds(spent: Row) -> str:
+    return f"{spent['median']:.2f} ({spent['least']:.2f} to {spent['most']:.2f})"
+
+
+def hosts_speed_table() -> list[str]:
+    lines = [
+        "| hosts x ranks | Mbit/s: asked, found | mask | flat ring, s | double ring, s | flat / double | planned "
+        "| transfers alone: flat, double, s | compute alone, s | bytes a host sent over planned | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in latest(of_suite("hosts-speed"), *HOST_KEYS):
+        alone = row["alone_s"]
+        lines.append(
+            f"| {host_cells(row)} | {seconds(row['flat_s'])} | {seconds(row['double_s'])} | **{row['ratio']:.2f}** | "
+            f"{row['planned_ratio']:.2f} | {alone['flat transfer']:.2f}, {alone['double transfer']:.2f} | "
+            f"{alone['double compute']:.2f} | {row['sent_bytes'] / row['planned_sent_bytes']:.3f} | {row['commit']} |"
+        )
+    return lines
+
+
+def hosts_directions_table() -> list[str]:
+    lines = [
+        "| hosts x ranks | Mbit/s: asked, found | mask | heads | query side, s | key side, s | key / query | planned "
+        "| chosen over the better | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in latest(of_suite("hosts-directions"), *HOST_KEYS):
+        lines.append(
+            f"| {host_cells(row)} | {heads_of(row)} | {seconds(row['query_s'])} | {seconds(row['kv_s'])} | "
+            f"**{row['ratio']:.2f}** | {row['planned_ratio']:.2f} | {row['auto_over_better']:.3f} | {row['commit']} |"
+        )
+    return lines
+
+
+def hosts_hidden_table() -> list[str]:
+    lines = [
+        "| hosts x ranks | Mbit/s: asked, found | mask | S, H | phases | both, s | compute alone, s "
+        "| transfers alone, s | hidden | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in latest(of_suite("hosts-hidden"), *HOST_KEYS, "backward"):
+        phases = "forward + backward" if row["backward"] else "forward"
+        lines.append(
+            f"| {host_cells(row)} | {row['tokens_per_rank']}, {row['heads']} | {phases} | {seconds(row['both_s'])} | "
+            f"{seconds(row['compute_s'])} | {seconds(row['transfer_s'])} | **{row['hidden']:.2f}** | {row['commit']} |"
+        )
+    return lines
+
+
+def hosts_links_table() -> list[str]:
+    rows = latest(of_suite("hosts-links"), "mbit")
+    lines = ["| asked, Mbit/s | a socket gets | commit |", "|---|---|---|"]
+    return lines + [f"| {row['mbit']:.0f} | {row['link_mbit']:.0f} | {row['commit']} |" for row in rows]
+
+
+EQUAL = 1.03
+"""Up to this ratio two times count as equal."""
+
+
+def hosts_peers_table() -> list[str]:
+    keys = ("hosts", "per_host", "tokens_per_rank", "mask", "kv_heads")
+    found = of_suite("hosts-peers")
+    rows = latest(found, *keys)
+    variants = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
+    lines = [
+        f"| hosts x ranks | S, H | mask, layout | heads | {' | '.join(variants)} | ours over the best peer "
+        "| where it is not first: why | cores busy elsewhere | commit |",
+        "|---|---|---|---|" + "---|" * (len(variants) + 4),
+    ]
+    for row in rows:
+        cells = [
+            f"{seconds(row['seconds'][name])}, {row['sent_bytes'][name]['busiest'] / 1e6:.1f} MB"
+            if name in row["seconds"]
+            else ""
+            for name in variants
+        ]
+        ratio, best = nearest(row)
+        runs = [nearest(other) for other in found if all(other[key] == row[key] for key in keys)]
+        earlier = f" (before: {', '.join(f'{ratio:.2f}, {name}' for ratio, name in runs[:-1])})" if runs[1:] else ""
+        lines.append(
+            f"| {row['hosts']} x {row['per_host']} | {row['tokens_per_rank']}, {row['heads']} | "
+            f"{row['mask'].replace('()', '')}, {row['layout']} | {heads_of(row)} | {' | '.join(cells)} | "
+            f"**{ratio:.2f}**, {best}{earlier} | {behind(row, best) if ratio > EQUAL else ''} | "
+            f"{row['busy_elsewhere']:.0%} | {row['commit']} |"
+        )
+    return lines
+
+
+def nearest(row: Row) -> tuple[float, str]:
+    """Ours over the peer that did best against it, and that peer."""
+    return max((ratio, name) for name, ratio in row["ours_over"].items())
+
+
+def behind(row: Row, best: str) -> str:
+    """Why a peer is ahead, from what each has sent."""
+    ours, theirs = (row["sent_bytes"][name]["busiest"] for name in ("ours", best))
+    on_link = [8e-6 * count / row["link_mbit"] for count in (ours, theirs)]
+    if ours <= theirs:
+        return "not explained: ours sends fewer bytes; to be repeated on a quiet machine"
+    kept = "; it keeps W shards of keys and sums gradients in bf16" if best == "all-gather kept" else ""
+    return f"its bytes take the link {on_link[1]:.2f} s, ours {on_link[0]:.2f}{kept}"
