@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,8 +28,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; usage is for --help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses an unknown option with the nearest that there is; argparse would name the program's, not its."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            names = [name for action in self._actions for name in action.option_strings]
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], names, 1)
+            self.error(f"there is no option {unknown[0]}" + (f", is {near[0]} meant?" if near else ""))
+        return found, unknown
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="burst", description="Exact attention over sequences spread on a ring of ranks."
     )
     parser.add_argument("--version", action="version", version=f"burst-attention {__version__}")

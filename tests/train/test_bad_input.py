@@ -95,6 +95,19 @@ def test_a_typo_in_the_settings_is_named(text: str, said: str, tmp_path: Path) -
     assert said in refused(["train", "--config", str(tmp_path / "settings.toml")], tmp_path)
 
 
+@linux
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--stpes", "3"], "there is no option --stpes, is --steps meant?"),
+        (["--steps", "three"], "argument --steps: invalid int value: 'three'"),
+        (["--layout=zagzig"], "argument --layout: invalid choice: 'zagzig'"),
+    ],
+)
+def test_a_typo_in_the_command_is_one_line(words: list[str], said: str, tmp_path: Path) -> None:
+    assert said in refused(["train", *words], tmp_path)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "run"

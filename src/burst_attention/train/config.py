@@ -77,6 +77,11 @@ class TrainConfig:
             if rules["least"] is not None and value < rules["least"]:
                 raise ValueError(f"{each.name} must be at least {rules['least']:g}, got {value!r}")
 
+    @property
+    def ranks(self) -> int:
+        """All ranks of the run; 0 while cp is to be found."""
+        return self.dp * self.cp * self.tp
+
     def on(self, ranks: int) -> TrainConfig:
         """The settings with cp filled in for so many ranks; ValueError where they do not fit."""
         others = self.dp * self.tp

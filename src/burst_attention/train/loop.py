@@ -30,8 +30,8 @@ from burst_attention.train.report import write_report
 from burst_attention.train.stopping import Stopper
 
 LOG, CHECKPOINTS, EXPORT = "log.jsonl", "checkpoints", "model"
-SAME_ON_RESUME = ("model", "model_config", "tokens", "accumulate", "dp", "seed", "mask", "window", "dtype")
-"""Settings that decide what is learnt; a resumed run must have them as they were, but for dp times accumulate."""
+SAME_ON_RESUME = ("model", "model_config", "tokens", "seed", "mask", "window", "dtype")
+"""Settings that decide what is learnt; a resumed run must have them as they were, and dp times accumulate too."""
 
 
 class Trainer:
@@ -84,8 +84,7 @@ class Trainer:
         """Write the weights for others to load, and on the first rank the report."""
         export(self.folder / EXPORT, self.model.model)
         if self.ranks.is_first:
-            ranks = self.config.dp * self.config.cp * self.config.tp
-            settings = asdict(self.config) | {"parameters": self.parameters, "ranks": ranks}
+            settings = asdict(self.config) | {"parameters": self.parameters, "ranks": self.config.ranks}
             print(write_report(self.folder, settings, read_log(self.folder / LOG), compare_rows), flush=True)
 
     def sequences(self, step: int, micro_batch: int) -> list[Packed]:
@@ -122,7 +121,7 @@ class Trainer:
         return StepRecord(
             step=self.step + 1, steps=config.steps, loss=loss, grad_norm=float(norm), lr=lr,
             tokens=config.tokens * len(packed), seconds=time.perf_counter() - started, flops=flops,
-            ranks=config.dp * config.cp * config.tp, memory_bytes=peak_memory(self.ranks.device) - self.memory_before,
+            ranks=config.ranks, memory_bytes=peak_memory(self.ranks.device) - self.memory_before,
             hidden=hidden_fraction(self.ring), peak_flops=peak_flops(self.ranks.device, config.dtype),
             documents=sum(len(each.documents) for each in packed),
         )  # fmt: skip
@@ -177,8 +176,7 @@ class _Sayer:
         config = trainer.config
         mesh = " ".join(f"{name}={getattr(config, name)}" for name in ("dp", "cp", "tp"))
         mask = config.mask.replace("window", f"window of {config.window}")
-        ranks = config.dp * config.cp * config.tp
-        headline = Headline(config.model, trainer.parameters, ranks, mesh, config.tokens, config.layout, mask)
+        headline = Headline(config.model, trainer.parameters, config.ranks, mesh, config.tokens, config.layout, mask)
         self.trainer, self.closing, self.resumed_step = trainer, closing, trainer.step
         self.display = closing.enter_context(Display(headline))
         if trainer.step:
@@ -231,8 +229,6 @@ def require_same_run(before: dict[str, Any], config: TrainConfig) -> None:
     """Refuse to go on with settings that decide what is learnt and were others; ranks may be split otherwise."""
     now = asdict(config)
     for name in SAME_ON_RESUME:
-        if name in ("dp", "accumulate"):
-            continue
         if before.get(name) != now[name]:
             raise ValueError(f"{name} was {before.get(name)!r} in the checkpoint and is {now[name]!r} now")
     sequences = [settings["dp"] * settings["accumulate"] for settings in (before, now)]

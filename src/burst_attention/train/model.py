@@ -37,12 +37,11 @@ at 8192 tokens cost about the same."""
 def require_transformers() -> None:
     """Import what models are made with."""
     try:
-        import transformers
+        import transformers  # noqa: F401
     except ImportError:
         raise ValueError(
             "burst train needs transformers; install it with: pip install 'burst-attention[train]'"
         ) from None
-    transformers.utils.logging.disable_progress_bar()
 
 
 def make_model(config: TrainConfig, vocab_size: int) -> Any:

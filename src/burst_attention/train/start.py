@@ -50,7 +50,7 @@ def _find_ranks(config: TrainConfig) -> tuple[int, str]:
     gpus = torch.cuda.device_count() if config.device != "cpu" else 0
     if config.device == "cuda" and not gpus:
         raise ValueError("there is no GPU here; leave --device out, or say --device cpu")
-    asked = config.dp * config.cp * config.tp
+    asked = config.ranks
     if gpus:
         ranks = asked or gpus // (config.dp * config.tp) * config.dp * config.tp
         if ranks > gpus or not ranks:
