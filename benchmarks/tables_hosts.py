@@ -73,8 +73,7 @@ EQUAL = 1.03
 
 def hosts_peers_table() -> list[str]:
     keys = ("hosts", "per_host", "tokens_per_rank", "mask", "kv_heads")
-    found = of_suite("hosts-peers")
-    rows = latest(found, *keys)
+    rows = latest(of_suite("hosts-peers"), *keys)
     variants = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
     lines = [
         f"| hosts x ranks | S, H | mask, layout | heads | {' | '.join(variants)} | ours over the best peer "
@@ -89,12 +88,10 @@ def hosts_peers_table() -> list[str]:
             for name in variants
         ]
         ratio, best = nearest(row)
-        runs = [nearest(other) for other in found if all(other[key] == row[key] for key in keys)]
-        earlier = f" (before: {', '.join(f'{ratio:.2f}, {name}' for ratio, name in runs[:-1])})" if runs[1:] else ""
         lines.append(
             f"| {row['hosts']} x {row['per_host']} | {row['tokens_per_rank']}, {row['heads']} | "
             f"{row['mask'].replace('()', '')}, {row['layout']} | {heads_of(row)} | {' | '.join(cells)} | "
-            f"**{ratio:.2f}**, {best}{earlier} | {behind(row, best) if ratio > EQUAL else ''} | "
+            f"**{ratio:.2f}**, {best} | {behind(row, best) if ratio > EQUAL else ''} | "
             f"{row['busy_elsewhere']:.0%} | {row['commit']} |"
         )
     return lines
@@ -105,11 +102,18 @@ def nearest(row: Row) -> tuple[float, str]:
     return max((ratio, name) for name, ratio in row["ours_over"].items())
 
 
+OTHER_PLANS = {"all-gather kept": ("ours, bf16 gradients", "ours, heads exchanged")}
+"""What a caller of ours may choose against a peer instead, where that is not the exchange of heads alone."""
+
+
 def behind(row: Row, best: str) -> str:
-    """Why a peer is ahead, from what each has sent."""
-    ours, theirs = (row["sent_bytes"][name]["busiest"] for name in ("ours", best))
-    on_link = [8e-6 * count / row["link_mbit"] for count in (ours, theirs)]
+    """Why a peer is ahead, from what each has sent, and how another plan of ours does against it."""
+    times = {name: spent["median"] for name, spent in row["seconds"].items()}
+    ours, theirs = (8e-6 * row["sent_bytes"][name]["busiest"] / row["link_mbit"] for name in ("ours", best))
     if ours <= theirs:
-        return "not explained: ours sends fewer bytes; to be repeated on a quiet machine"
-    kept = "; it keeps W shards of keys and sums gradients in bf16" if best == "all-gather kept" else ""
-    return f"its bytes take the link {on_link[1]:.2f} s, ours {on_link[0]:.2f}{kept}"
+        why = f"cores are the bound: the link is busy for {ours:.2f} s of ours, {theirs:.2f} s of its"
+    else:
+        kept = "; it keeps W shards of keys and sums gradients in bf16" if best == "all-gather kept" else ""
+        why = f"its bytes take the link {theirs:.2f} s, ours {ours:.2f}{kept}"
+    others = [name for name in OTHER_PLANS.get(best, ("ours, heads exchanged",)) if name in times]
+    return why + "".join(f"; {name}: **{times[name] / times[best]:.2f}**" for name in others)
