@@ -183,7 +183,7 @@ def leaving_bytes(made: Plan, case: HostsCase, host: int) -> int:
     return made.groups * sum(leaving)
 
 
-SMALL: dict[str, Any] = {"tokens_per_rank": 32, "heads": 32, "kv_heads": 32, "head_dim": 512}
+SMALL: dict[str, Any] = {"tokens_per_rank": 32, "heads": 128, "kv_heads": 128, "head_dim": 256}
 """Few operations per byte, so that two cores for all ranks are faster than the links."""
 SPEED = tuple(HostsCase(2, per_host, 200, causal=masked, **SMALL) for per_host in (2, 4) for masked in (False, True))
 
@@ -220,7 +220,7 @@ def speed_rows(repeat: int) -> Rows:
 
 DIRECTIONS = tuple(
     HostsCase(4, 1, 200, causal=masked, **(SMALL | {"kv_heads": kv_heads}))
-    for kv_heads in (32, 8)
+    for kv_heads in (128, 32)
     for masked in (False, True)
 )
 
