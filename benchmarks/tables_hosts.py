@@ -12,36 +12,42 @@ def host_cells(row: Row) -> str:
     return f"{row['hosts']} x {row['per_host']} | {row['mbit']:.0f}, {row['link_mbit']:.0f} | {mask}"
 
 
+def shape_cell(row: Row) -> str:
+    return f"{row['tokens_per_rank']}, {row['heads']}, {row['head_dim']}"
+
+
 def seconds(spent: Row) -> str:
     return f"{spent['median']:.2f} ({spent['least']:.2f} to {spent['most']:.2f})"
 
 
 def hosts_speed_table() -> list[str]:
     lines = [
-        "| hosts x ranks | Mbit/s: asked, found | mask | flat ring, s | double ring, s | flat / double | planned "
-        "| transfers alone: flat, double, s | compute alone, s | bytes a host sent over planned | commit |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| hosts x ranks | Mbit/s: asked, found | mask | S, H, D | flat ring, s | double ring, s | flat / double "
+        "| planned | transfers alone: flat, double, s | compute alone, s | bytes a host sent over planned | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in latest(of_suite("hosts-speed"), *HOST_KEYS):
         alone = row["alone_s"]
         lines.append(
-            f"| {host_cells(row)} | {seconds(row['flat_s'])} | {seconds(row['double_s'])} | **{row['ratio']:.2f}** | "
-            f"{row['planned_ratio']:.2f} | {alone['flat transfer']:.2f}, {alone['double transfer']:.2f} | "
-            f"{alone['double compute']:.2f} | {row['sent_bytes'] / row['planned_sent_bytes']:.3f} | {row['commit']} |"
+            f"| {host_cells(row)} | {shape_cell(row)} | {seconds(row['flat_s'])} | {seconds(row['double_s'])} | "
+            f"**{row['ratio']:.2f}** | {row['planned_ratio']:.2f} | "
+            f"{alone['flat transfer']:.2f}, {alone['double transfer']:.2f} | {alone['double compute']:.2f} | "
+            f"{row['sent_bytes'] / row['planned_sent_bytes']:.3f} | {row['commit']} |"
         )
     return lines
 
 
 def hosts_directions_table() -> list[str]:
     lines = [
-        "| hosts x ranks | Mbit/s: asked, found | mask | heads | query side, s | key side, s | key / query | planned "
-        "| chosen over the better | commit |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| hosts x ranks | Mbit/s: asked, found | mask | S, H, D | heads | query side, s | key side, s | key / query "
+        "| planned | chosen over the better | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in latest(of_suite("hosts-directions"), *HOST_KEYS):
         lines.append(
-            f"| {host_cells(row)} | {heads_of(row)} | {seconds(row['query_s'])} | {seconds(row['kv_s'])} | "
-            f"**{row['ratio']:.2f}** | {row['planned_ratio']:.2f} | {row['auto_over_better']:.3f} | {row['commit']} |"
+            f"| {host_cells(row)} | {shape_cell(row)} | {heads_of(row)} | {seconds(row['query_s'])} | "
+            f"{seconds(row['kv_s'])} | **{row['ratio']:.2f}** | {row['planned_ratio']:.2f} | "
+            f"{row['auto_over_better']:.3f} | {row['commit']} |"
         )
     return lines
 
