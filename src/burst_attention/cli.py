@@ -45,9 +45,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="burst", description="Exact attention over sequences spread on a ring of ranks."
-    )
+    parser = _Parser(prog="burst", description="Exact attention over sequences spread on a ring of ranks.")
     parser.add_argument("--version", action="version", version=f"burst-attention {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (_add_check, _add_bench, _add_plan, _add_train, _add_hosts):

@@ -65,11 +65,12 @@ class ProcessRing(Ring):
         ranks = dist.get_process_group_ranks(group)
         # Members only: other ranks of the world need not take part.
         limit = timedelta(seconds=timeout)
+        came = _RollCall(name, self.rank)
         try:
             self._control = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
             self.hosts = _hosts_of(self._control, size, limit)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+            reason = came.absent(size) or str(error).splitlines()[0]
             raise RingError(f"rank {self.rank}: no ring of {size} ranks within {timeout:g} s: {reason}") from error
         peers = [peer for peer in range(size) if peer != self.rank]
         listeners = {peer: _start_daemon(_listen, self._control, peer, self._inbox) for peer in peers}
@@ -167,6 +168,27 @@ class ProcessRing(Ring):
             self._control_sends.append((self._control.send([buffer], peer, CONTROL_TAG), buffer))
         except RuntimeError as error:
             self._inbox.leave(peer, f"its control connection is closed ({error})")
+
+
+class _RollCall:
+    """Who came to make a ring, in the store that the world met at: gloo does not say whom it waited for."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        find = getattr(dist.distributed_c10d, "_get_default_store", None)
+        self._store = dist.distributed_c10d.PrefixStore(f"burst-{name}", find()) if find else None
+        if self._store:
+            self._store.set(str(rank), "here")
+
+    def absent(self, size: int) -> str:
+        """Those who did not come, in words; empty where all did, or where the store does not answer in a moment."""
+        away: list[int] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                away.extend(peer for peer in range(size) if self._store and not self._store.check([str(peer)]))
+
+        _start_daemon(ask).join(_MOMENT.total_seconds())
+        return ", ".join(f"rank {peer} did not come" for peer in away)
 
 
 def _hosts_of(control: Any, size: int, limit: timedelta) -> tuple[str, ...]:
