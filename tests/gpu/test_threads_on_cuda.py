@@ -1,4 +1,4 @@
-"""A ring of threads on one GPU, through the plain kernel, against the fp64 oracle: the core assumes no CPU."""
+"""A ring of threads on one GPU, with the kernels that users get, against the fp64 oracle."""
 
 from __future__ import annotations
 

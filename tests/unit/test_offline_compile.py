@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="needs triton")
 TYPES = {"blocks_ptr": "*i32", "entries_ptr": "*i32", "labels_ptr": "*i64"}
@@ -22,7 +23,9 @@ def descriptor(rows: int, dim: int, dtype: str = "bf16") -> str:
     return f"tensordesc<{dtype}[1,1,{rows},{dim}],{layout!r}>"
 
 
-def compiled(kernel: Any, source: Any, types: dict[str, str], constants: dict[str, Any], chip: int, warps: int) -> Any:
+def compiled(
+    kernel: Any, source: Any, types: dict[str, str], constants: dict[str, Any], chip: int, warps: int, **options: Any
+) -> Any:
     """The kernel for a chip; other arguments are pointers to fp32 and numbers, rows aligned as torch's are."""
     from triton.backends.compiler import GPUTarget
 
@@ -37,7 +40,7 @@ def compiled(kernel: Any, source: Any, types: dict[str, str], constants: dict[st
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     values = {(names.index(name),): value for name, value in constants.items()}
     made = source(kernel, signature, values, attributes)
-    return triton.compile(made, target=GPUTarget("cuda", chip, 32), options={"num_warps": warps})
+    return triton.compile(made, target=GPUTarget("cuda", chip, 32), options={"num_warps": warps, **options})
 
 
 def spilled(kernel: Any, folder: Path) -> int:
@@ -124,6 +127,29 @@ def test_the_forward_for_other_chips_compiles(chip: int) -> None:
     constants |= {"LOAD": True, "FINISH": False, "ONE_ENTRY": True, "NEGATIVE": False, "PRECISION": "tf32"}
     kernel = compiled(forward_kernel, ASTSource, types, constants, chip, 8)
     assert ("mma.sync" if chip == 80 else "tcgen05.mma") in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", ["forward", "key", "query"])
+def test_what_consumer_cards_get_fits_their_memory(name: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    from triton.compiler import ASTSource
+
+    from burst_attention.tiles import triton_kernel as ours
+
+    kernel, tuned, flags = {
+        "forward": (ours.forward_kernel, ours.forward_config, ("LOAD", "FINISH", "ONE_ENTRY", "NEGATIVE")),
+        "key": (ours.key_gradients_kernel, ours.key_config, ("WANT_K", "WANT_V")),
+        "query": (ours.query_gradients_kernel, ours.query_config, ()),
+    }[name]
+    room = 99 * 1024
+    config = ours.fitted(tuned(*dims, dtype), max(dims), room)
+    element = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
+    constants = {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k, **ours._dims(*dims)}
+    constants |= {"PRECISION": ours._precision(dtype), **dict.fromkeys(flags, True)}
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "dout_ptr", "out_ptr"), element)
+    made = compiled(kernel, ASTSource, types, constants, 89, config.warps, num_stages=config.stages)
+    assert made.metadata.shared <= room
 
 
 @pytest.mark.parametrize("chip", [80, 90, 100])

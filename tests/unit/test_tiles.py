@@ -154,6 +154,7 @@ def test_a_vendor_kernel_by_name_serves_full_and_causal_masks_only(kernel: str) 
     ("request_", "message"),
     [
         (TileRequest("cuda", torch.float32, 64, 64), "it serves bfloat16 and float16"),
+        (TileRequest("cuda", torch.bfloat16, 20, 20), "it serves head dims that 8 divides, got 20 and 20"),
         (TileRequest("cuda", torch.bfloat16, 64, 64, returns_lse=True), "takes no gradient on lse"),
         (TileRequest("cuda", torch.bfloat16, 512, 512), "head dims up to 256, got 512 and 512"),
         (TileRequest("cuda", torch.float64, 64, 64), "it serves float32, bfloat16 and float16"),

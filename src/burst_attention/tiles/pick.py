@@ -72,6 +72,8 @@ def _vendor_refusal(request: TileRequest) -> str | None:
         return refusal
     if request.dtype == torch.float32:
         return "it serves bfloat16 and float16, the tensors are torch.float32"
+    if request.head_dim % 8 or request.value_dim % 8:
+        return f"it serves head dims that 8 divides, got {request.head_dim} and {request.value_dim}"
     if request.returns_lse:
         return "its backward takes no gradient on lse, and return_lse=True asks for one"
     return None

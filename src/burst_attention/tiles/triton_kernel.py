@@ -7,8 +7,9 @@ Importing this file needs triton; `pick.py` does so only for tensors on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -68,6 +69,33 @@ def query_config(head_dim: int, value_dim: int, dtype: torch.dtype) -> Config:
     return Config(128, 64, 8, 2) if wide <= 128 else Config(64, 32, 4, 1)
 
 
+ROOM_FOR_ALL, ROOM_FOR_NARROW = 160 * 1024, 96 * 1024
+"""Bytes of fast memory that a program of any head dim takes, and one of head dims up to 128."""
+
+
+def fitted(config: Config, wide: int, room: int) -> Config:
+    """A config on a chip with so much fast memory for a program; consumers' cards have half of what others have."""
+    if room >= ROOM_FOR_ALL or (room >= ROOM_FOR_NARROW and wide <= 128):
+        return config
+    return Config(max(config.block_q // 2, 16), max(config.block_k // 2, 16), 4, 1)
+
+
+def config_for(tuned: Callable[[int, int, torch.dtype], Config], q: Tensor, v: Tensor) -> Config:
+    """One of the configs above for these tensors, where they are."""
+    dims = q.shape[3], v.shape[3]
+    return fitted(tuned(*dims, q.dtype), max(dims), _room(q.device))
+
+
+@lru_cache(maxsize=16)
+def _room(device: torch.device) -> int:
+    """Bytes of fast memory that a program may have there."""
+    if device.type != "cuda":
+        # The interpreter.
+        return ROOM_FOR_ALL
+    found = torch.cuda.get_device_properties(device)
+    return int(getattr(found, "shared_memory_per_block_optin", 0) or found.shared_memory_per_block)
+
+
 class TritonKernel(GpuKernel):
     """Any pieces on a GPU, in fp32, bf16 and fp16."""
 
@@ -122,7 +150,7 @@ def launch_forward(
 ) -> None:
     """Add pieces to a state, or start one (`load` False), or end one into `finished`, (out, lse)."""
     head_dim, value_dim = q.shape[3], v.shape[3]
-    config = config or forward_config(head_dim, value_dim, q.dtype)
+    config = config or config_for(forward_config, q, v)
     table = block_table(pieces, False, config.block_q, config.block_k, q.device)
     out, lse = finished or (state.acc, state.peak)
     one_entry = len(table.blocks) == len(table.entries)
@@ -147,7 +175,7 @@ def launch_key_gradients(
 ) -> None:
     """Add pieces to dk and dv, either of which may be unwanted."""
     head_dim, value_dim = x.q.shape[3], x.v.shape[3]
-    config = config or key_config(head_dim, value_dim, x.q.dtype)
+    config = config or config_for(key_config, x.q, x.v)
     table = block_table(pieces, True, config.block_k, config.block_q, x.q.device)
     some = dk if dk is not None else dv
     assert some is not None
@@ -168,7 +196,7 @@ def launch_query_gradients(
 ) -> None:
     """Add pieces to dq."""
     head_dim, value_dim = x.q.shape[3], x.v.shape[3]
-    config = config or query_config(head_dim, value_dim, x.q.dtype)
+    config = config or config_for(query_config, x.q, x.v)
     table = block_table(pieces, False, config.block_q, config.block_k, x.q.device)
     start(query_gradients_kernel[(len(table.blocks), x.q.shape[0] * x.q.shape[1])])(
         x.q, x.k, x.v, x.dout, x.lse, x.delta, dq, *table,
