@@ -73,7 +73,7 @@ CASES: list[Case] = [
 def test_peak_is_flat_in_ring_size_and_as_planned(case: Case) -> None:
     mask, layout, direction, dtype, kv_heads, coalesce = case
     peaks = {}
-    for ring_size in (2, 4, 8, 16):
+    for ring_size in (2, 4, 16):
         measured = measure(ring_size, case)
         planned = plan(
             SHARD * ring_size, ring_size, heads=HEADS, kv_heads=kv_heads, head_dim=HEAD_DIM, dtype=dtype,
@@ -82,7 +82,7 @@ def test_peak_is_flat_in_ring_size_and_as_planned(case: Case) -> None:
         for rank, peak in enumerate(measured):
             assert planned.peak_bytes(rank) == pytest.approx(peak, rel=0.10), f"W={ring_size}, rank {rank}"
         peaks[ring_size] = max(measured) / (SHARD * HEADS * HEAD_DIM * dtype.itemsize)
-    many = [peaks[size] for size in (4, 8, 16)]
+    many = [peaks[size] for size in (4, 16)]
     assert max(many) <= 1.10 * min(many), peaks
     assert peaks[2] <= min(many) * 1.001, peaks
 
