@@ -91,13 +91,14 @@ def burst_attention(
             on a GPU also "triton", our own, and "cudnn". "flash" on a GPU and "cudnn" serve full and causal pieces.
         return_lse: also return lse (B, H, S), natural log, fp32 (fp64 for fp64 inputs), differentiable.
         check: "always" compares all ranks' calls before the first hop, "first" only for a call not seen before,
-            "off" never (then `layout` must be a `Layout`). Where it does not compare, ranks that disagree still raise,
-            but as RingError, and the ring is lost.
+            "off" never (then `layout` must be a `Layout`). Where it does not compare, ranks whose messages differ in
+            size still raise, but as RingError, and the ring is lost; other disagreements go unseen.
         coalesce: how many visiting blocks are computed as one; each more is one more shard in flight and in memory, and
             larger pieces for the kernel. "auto" is 2 on a GPU, 1 elsewhere.
         topology: "double" is a ring between hosts and one inside each: what goes to another host has the time of a
-            whole turn inside. "flat" is one ring of all ranks. "auto" is double where the ring's hosts have several
-            ranks each, as many on every host, numbered host by host.
+            whole turn inside; with one host, or one rank on each, it is a flat one. "flat" is one ring of all ranks.
+            "auto" is double where the ring's hosts have several ranks each, as many on every host, numbered host by
+            host.
         head_groups: in how many groups the heads are computed, which take turns: one computes while another's block is
             under way. "auto" is 2 in a double ring on CPU, 1 elsewhere.
         heads: how many neighbouring ranks exchange heads for tokens before the ring (Ulysses): with as many as a host
@@ -249,14 +250,7 @@ def per_host_of(ring: Ring, topology: str, degree: int = 1) -> int:
         if topology == "double":
             raise
         return 1
-    inner = _inner_ranks(per_host, ring.size, degree)
-    if topology == "double" and inner == 1:
-        taken = f" of which heads={degree} takes {degree} together" if degree > 1 else ""
-        raise ValueError(
-            f"a double ring needs several hosts with several ranks each, got {ring.size // per_host} x {per_host}"
-            f"{taken}; use topology='auto', or Ring.from_mesh(mesh, hosts=...) to say who shares a host"
-        )
-    return inner
+    return _inner_ranks(per_host, ring.size, degree)
 
 
 def _refuse_arguments(arguments: dict[str, Any]) -> None:

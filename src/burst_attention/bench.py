@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,9 @@ def _plan(case: LocalCase, tokens: int) -> Any:
     return plan(tokens, RANKS, mask=mask, layout=case.layout, **shapes)
 
 
+@cache
 def machine() -> dict[str, Any]:
-    """What the row was measured on: commit, processor, versions."""
+    """What the rows of this run are measured on: commit, processor, versions."""
     try:
         commit = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True

@@ -130,16 +130,18 @@ def run_phase(runs: Sequence[PhaseRun]) -> None:
     Several runs are groups of heads. They take turns: while one waits for its next block, another computes, so what a
     group computes on arrival of a block is hidden too where the links are the bound.
     """
-    index, first = 0, runs[0]
+    at, first = 0, runs[0]
     try:
         for index in range(len(first.rounds) + 1):
             for run in runs:
                 if index:
-                    run.end(index - 1)
+                    at = index - 1
+                    run.end(at)
                 if index < len(run.rounds):
-                    run.begin(index)
+                    at = index
+                    run.begin(at)
     except BaseException as error:
-        first.ring.fail(f"{first.plan.phase} round {min(index, len(first.rounds) - 1)}", error)
+        first.ring.fail(f"{first.plan.phase} round {at}", error)
         raise
 
 

@@ -80,8 +80,8 @@ class Hosts:
     def __init__(self, count: int, mbit: float | None = None, name: str | None = None) -> None:
         if not 1 <= count <= MOST_HOSTS:
             raise ValueError(f"count must be from 1 to {MOST_HOSTS}, got {count}")
-        if mbit is not None and not mbit > 0:
-            raise ValueError(f"mbit must be more than 0, got {mbit}; None is a link without a limit")
+        if mbit is not None and not 0.01 <= mbit <= 1e6:
+            raise ValueError(f"mbit must be from 0.01 to 1,000,000, got {mbit}; None is a link without a limit")
         if name is not None and not re.fullmatch(r"\w{1,32}", name):
             raise ValueError(f"name must be 1 to 32 letters, digits or underscores, got {name!r}")
         self.count = count

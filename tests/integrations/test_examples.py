@@ -39,6 +39,13 @@ def test_accelerate_trainer() -> None:
     assert len(whole) == 3 and on_ring == pytest.approx(whole, rel=1e-4)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_deepspeed_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    whole, on_rings = map(numbers, run("deepspeed_zero.py").splitlines()[-2:])
+    assert len(whole) == 3 and on_rings == pytest.approx(whole, rel=1e-5)
+
+
 def test_one_page() -> None:
     assert numbers(run("one_page.py"))
 

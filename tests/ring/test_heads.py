@@ -133,7 +133,6 @@ def call(ring: Ring, **options: Any) -> str | None:
         ({"heads": 3}, "heads must say how many neighbouring ranks exchange heads, a divisor of the ring's 4 ranks"),
         ({"heads": True}, "heads must say how many"),
         ({"heads": 4}, "heads=4 exchanges heads over 4 ranks, and q has only 2"),
-        ({"heads": 2, "topology": "double"}, "got 2 x 2 of which heads=2 takes 2 together; use topology='auto'"),
         ({"heads": 2, "head_groups": 2}, "head_groups must be 'auto' or a divisor of the 1 key heads, got 2"),
     ],
 )

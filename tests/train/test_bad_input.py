@@ -18,6 +18,7 @@ from burst_attention import Ring
 from burst_attention.launch import run_processes
 from burst_attention.train import start
 from burst_attention.train.config import TrainConfig
+from burst_attention.train.folders import read_record
 from burst_attention.train.parallel import agreed
 from tests.train.commands import TINY, arguments, run, saved, trained
 
@@ -58,6 +59,7 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "own-mask": (lambda _: {"model": "gemma3_text", "model_config": tiny(use_bidirectional_attention=True)}, "mask"),
     "dropout": (lambda _: {"model_config": tiny(attention_dropout=0.1)}, "dropout is not implemented"),
     "vocabulary": (lambda _: {"model_config": tiny(vocab_size=100)}, "the tokenizer has 257 tokens"),
+    "model-config-typo": (lambda _: {"model_config": tiny(hiden_size=64)}, "'hiden_size'; is 'hidden_size' meant?"),
     "model-config": (lambda _: {"model_config": "{"}, "--model-config is neither a JSON object nor a file"),
     "empty-file": (lambda folder: {"data": empty(folder)}, "is empty"),
     "empty-folder": (lambda folder: {"data": folder_without_text(folder)}, "there are no text files in"),
@@ -166,6 +168,15 @@ def test_a_run_is_not_resumed_as_another(changes: dict[str, Any], said: str, cop
     before = content(copy)
     assert said in refused(arguments(copy, steps=2, resume=True, **changes), copy.parent)
     assert content(copy) == before
+
+
+@linux
+def test_what_may_change_with_a_resumed_run_does(copy: Path) -> None:
+    status, said = run(arguments(copy, steps=3, resume=True, weight_decay=0.7), copy.parent)
+    assert status == 0, said
+    newest = max((copy / "checkpoints").iterdir())
+    groups = read_record(newest)["optimizer"]["groups"]
+    assert [group["weight_decay"] for group in groups] == [0.7, 0.0]
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

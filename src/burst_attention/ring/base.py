@@ -166,14 +166,14 @@ class Ring(ABC):
         return ring
 
     @staticmethod
-    def from_mesh(mesh: Any, *, hosts: str | None = None, timeout: float | None = None) -> Ring:
+    def from_mesh(mesh: Any, *, hosts: str | None = None, timeout: float | None = None, trace: bool = False) -> Ring:
         """The ring over a one-dimensional DeviceMesh, such as `mesh["cp"]`, or over two axes of one.
 
         With two, `hosts` names the first: it goes from host to host, the second over the ranks of each, whatever the
         machines are. It must be named, for a ring over a data-parallel axis would mix sequences.
         """
         if mesh.ndim == 1 and hosts is None:
-            return Ring.from_group(mesh.get_group(), timeout=timeout)
+            return Ring.from_group(mesh.get_group(), timeout=timeout, trace=trace)
         names = tuple(mesh.mesh_dim_names or ())
         if mesh.ndim != 2 or hosts is None or names[:1] != (hosts,):
             raise ValueError(
@@ -182,7 +182,7 @@ class Ring(ABC):
             )
         from burst_attention.ring.process import group_of_mesh
 
-        ring = Ring.from_group(group_of_mesh(mesh), timeout=timeout)
+        ring = Ring.from_group(group_of_mesh(mesh), timeout=timeout, trace=trace)
         ring.hosts = tuple(str(host) for host, row in enumerate(mesh.mesh.tolist()) for _ in row)
         return ring
 

@@ -162,7 +162,11 @@ class Trainer:
             if self.ranks.is_first:
                 print(f"nothing to resume in {self.folder / CHECKPOINTS}: training begins with step 1", flush=True)
             return
+        decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         state = checkpoint.load(newest, self.model, self.optimizer, verify=False)
+        # The learning rate is set with every step; what else may change between runs is as it is asked for now.
+        for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
         require_same_run(state["settings"], self.config)
         if state["data"] != self.data.fingerprint:
             raise ValueError(f"{newest} was trained on other data, or with another tokenizer; resume with the same")

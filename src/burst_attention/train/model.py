@@ -5,6 +5,7 @@ Shapes: B batch, S tokens of this rank, C hidden features, V vocabulary.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable
 from functools import partial
@@ -82,12 +83,17 @@ def _from_family(config: TrainConfig, settings: dict[str, Any], vocab_size: int)
     if given["vocab_size"] < vocab_size:
         raise ValueError(f"the tokenizer has {vocab_size} tokens, --model-config only {given['vocab_size']}")
     try:
-        made = AutoConfig.for_model(config.model, **given)
+        known, made = AutoConfig.for_model(config.model), AutoConfig.for_model(config.model, **given)
         model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     except Exception as error:
         # What is wrong with a config each family says in its own way.
         reason = " ".join(str(error).split())
         raise ValueError(f"cannot make a causal language model of the family {config.model}: {reason}") from None
+    for name in settings:
+        if not hasattr(known, name):
+            near = difflib.get_close_matches(name, dir(known), 1)
+            hint = f"; is {near[0]!r} meant?" if near else ""
+            raise ValueError(f"--model-config: the family {config.model} has no setting {name!r}{hint}")
     return model
 
 

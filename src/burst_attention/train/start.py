@@ -107,6 +107,8 @@ def _lost_a_rank(error: Exception) -> bool:
 
 def _rank_of_a_job(config: TrainConfig, rank: int, ranks: int, local: int) -> int:
     """A rank that torchrun or SLURM started. What is wrong with the input all ranks find, and the first says it."""
+    if config.compare and rank == 0 and not (Path(config.out) / UNSHARDED).exists():
+        print(f"burst train: --compare has nothing to draw: {config.out} holds no unsharded run", file=sys.stderr)
     try:
         status = _run_rank(config, "env://", rank, ranks, local)
     except RankError as error:
