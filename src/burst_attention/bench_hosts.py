@@ -6,6 +6,7 @@ What is compared runs in turns within one run, on the same hosts: the links' rea
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import statistics
 import time
@@ -25,7 +26,8 @@ from burst_attention.bench_peers import peer_rows
 from burst_attention.hosts import Hosts, hosts_refusal
 from burst_attention.layout import Layout
 from burst_attention.mask import causal, full
-from burst_attention.ring import Ring, TraceEvent
+from burst_attention.namespaces import inside
+from burst_attention.ring import Pending, Ring, TraceEvent
 from burst_attention.schedule import Plan
 from burst_attention.trace import timeline, write_chrome_trace
 
@@ -81,7 +83,7 @@ class HostsCase:
 
 
 Variant = dict[str, Any]
-"""Options of a call, and "stub": what is left out, "compute" or "transfer"."""
+"""Options of a call, and "stub": what is left out, "compute", "transfer", or "posting" of one before compute."""
 
 
 def attend(ring: Ring, case: HostsCase, options: Variant, backward: bool) -> float:
@@ -121,11 +123,26 @@ class Buffers:
 @contextlib.contextmanager
 def stubbed(ring: Ring, what: str | None, buffers: Buffers) -> Iterator[None]:
     """Leave out what a rank computes, or what it transfers, so that the other can be timed alone."""
-    buffers.start_call()
-    ring.__dict__["buffer"] = buffers
     if what is None:
         yield
         return
+    buffers.start_call()
+    with _attributes(ring, buffer=buffers):
+        yield from _without(ring, what)
+
+
+@contextlib.contextmanager
+def _attributes(ring: Ring, **given: Any) -> Iterator[None]:
+    """A ring with other attributes for a while."""
+    ring.__dict__.update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            del ring.__dict__[name]
+
+
+def _without(ring: Ring, what: str) -> Iterator[None]:
     if what == "compute":
         kept = {name: getattr(engine.PhaseRun, name) for name in ("_compute_round", "_combine")}
         for name in kept:
@@ -136,12 +153,16 @@ def stubbed(ring: Ring, what: str | None, buffers: Buffers) -> Iterator[None]:
             for name, method in kept.items():
                 setattr(engine.PhaseRun, name, method)
         return
-    ring.__dict__.update(_start=lambda pending: None, _finish=lambda pending: None)
-    try:
+    start, finish = ring._start, ring._finish
+
+    def finish_late(pending: Pending) -> None:
+        start(pending)
+        finish(pending)
+
+    with _attributes(
+        ring, _start=lambda pending: None, _finish=finish_late if what == "posting" else lambda pending: None
+    ):
         yield
-    finally:
-        for name in ("_start", "_finish"):
-            del ring.__dict__[name]
 
 
 def compare(
@@ -197,7 +218,8 @@ STUBBED: dict[str, Variant] = {
 
 def speed_rows(repeat: int) -> Rows:
     """Flat against double ring, forward + backward, and what each takes without its compute or its transfers."""
-    variants: dict[str, Variant] = {name: {"topology": name} for name in ("flat", "double")}
+    # Two groups of heads, as a double ring has by itself, in both: what differs is the ring.
+    variants: dict[str, Variant] = {name: {"topology": name, "head_groups": 2} for name in ("flat", "double")}
     for case in SPEED:
         with Hosts(case.hosts, mbit=case.mbit) as hosts:
             rate = hosts.link_rate()
@@ -265,6 +287,39 @@ def hidden_rows(repeat: int) -> Rows:
         }  # fmt: skip
 
 
+FAST = HostsCase(2, 1, 800, 2048, heads=16, kv_heads=16)
+SOCKETS = (None, 64, 16384)
+"""Most KiB of a socket's buffers, each way; None is what the system gives."""
+
+
+def limit_sockets(hosts: Hosts, kib: int) -> None:
+    """Bound the buffers of sockets that are made on hosts."""
+    for space in hosts.namespaces:
+        with inside(space):
+            for way in ("tcp_rmem", "tcp_wmem"):
+                Path(f"/proc/sys/net/ipv4/{way}").write_text(f"4096 {min(kib, 64) * 1024} {kib * 1024}")
+
+
+def socket_rows(repeat: int) -> Rows:
+    """What posting early, the size of messages and sockets' buffers do for what is hidden, on a fast link."""
+    variants: dict[str, Variant] = {"both": {}, "compute": {"stub": "transfer"}, "transfer": {"stub": "compute"}}
+    variants["late"] = {"stub": "posting"}
+    for kib, groups in itertools.product(SOCKETS, (1, 4)):
+        with Hosts(FAST.hosts, mbit=FAST.mbit) as hosts:
+            if kib is not None:
+                limit_sockets(hosts, kib)
+            grouped = {name: {**options, "head_groups": groups} for name, options in variants.items()}
+            times = compare(hosts, FAST, grouped, repeat, False)
+        both, compute, transfer, late = (times[name]["median"] for name in variants)
+        message = between_bytes(FAST.plan(head_groups=groups, requires_grad=""), FAST) // groups
+        yield {
+            "suite": "hosts-sockets", **FAST.fields(), "repeat": repeat, "socket_kib": kib, "message_bytes": message,
+            **{f"{name}_s": times[name] for name in variants},
+            "hidden": round((compute + transfer - both) / min(compute, transfer), 3),
+            "hidden_late": round((compute + transfer - late) / min(compute, transfer), 3),
+        }  # fmt: skip
+
+
 LINKS = (100, 200, 400, 800)
 
 
@@ -281,6 +336,7 @@ PARTS: dict[str, Callable[[int], Rows]] = {
     "speed": speed_rows,
     "directions": direction_rows,
     "hidden": hidden_rows,
+    "sockets": socket_rows,
     "peers": peer_rows,
 }
 
