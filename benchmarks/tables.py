@@ -19,6 +19,7 @@ from tables_hosts import (
     hosts_hidden_table,
     hosts_links_table,
     hosts_peers_table,
+    hosts_sockets_table,
     hosts_speed_table,
 )
 from tables_train import (
@@ -102,6 +103,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "hosts-speed": hosts_speed_table,
     "hosts-directions": hosts_directions_table,
     "hosts-hidden": hosts_hidden_table,
+    "hosts-sockets": hosts_sockets_table,
     "hosts-links": hosts_links_table,
     "loss-memory": loss_memory_table,
     "loss-speed": loss_speed_table,

@@ -67,6 +67,22 @@ def hosts_hidden_table() -> list[str]:
     return lines
 
 
+def hosts_sockets_table() -> list[str]:
+    lines = [
+        "| a socket's buffers, at most | bytes of a message | both, s | posted only when waited for, s "
+        "| compute alone, s | transfers alone, s | hidden | hidden, posted late | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in latest(of_suite("hosts-sockets"), "socket_kib", "message_bytes"):
+        room = "the system's" if row["socket_kib"] is None else f"{row['socket_kib']:,} KiB"
+        cells = " | ".join(seconds(row[f"{name}_s"]) for name in ("both", "late", "compute", "transfer"))
+        lines.append(
+            f"| {room} | {row['message_bytes']:,} | {cells} | **{row['hidden']:.2f}** | {row['hidden_late']:.2f} | "
+            f"{row['commit']} |"
+        )
+    return lines
+
+
 def hosts_links_table() -> list[str]:
     rows = latest(of_suite("hosts-links"), "mbit")
     lines = ["| asked, Mbit/s | a socket gets | commit |", "|---|---|---|"]
