@@ -90,7 +90,7 @@ def _from_family(config: TrainConfig, settings: dict[str, Any], vocab_size: int)
         reason = " ".join(str(error).split())
         raise ValueError(f"cannot make a causal language model of the family {config.model}: {reason}") from None
     for name in settings:
-        if not hasattr(known, name):
+        if not hasattr(known, name) and name not in SMALL:
             near = difflib.get_close_matches(name, dir(known), 1)
             hint = f"; is {near[0]!r} meant?" if near else ""
             raise ValueError(f"--model-config: the family {config.model} has no setting {name!r}{hint}")
