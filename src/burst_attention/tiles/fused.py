@@ -20,7 +20,7 @@ from burst_attention.tiles.start import start
 from burst_attention.tiles.triton_forward import LN_2, LOG2_E
 
 PASS_ROWS = 16
-"""Rows of a program. On an H200 five partials merge at 3.5 TB/s so, at 2.7 with 32; sums run at 4.1 or 4."""
+"""Rows of a program. On an H200 five partials merge at 3.5 TB/s so, at 2.7 with 32; sums at 4.1 or 4 (gpu-trials)."""
 
 
 @triton.jit

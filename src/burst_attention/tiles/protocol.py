@@ -146,7 +146,9 @@ class TileKernel(ABC):
         precise = torch.float64 if out.device.type == "cpu" else dtype
         batch, heads, rows, dim = out.shape
         delta = torch.empty(batch, heads, rows, dtype=dtype, device=out.device)
-        step = max(DELTA_ENTRIES // max(batch * heads * dim, 1), 1)
+        # In parts on a CPU alone, for fp64; on a GPU each would be a launch.
+        entries = DELTA_ENTRIES if out.device.type == "cpu" else out.numel()
+        step = max(entries // max(batch * heads * dim, 1), 1)
         for first in range(0, rows, step):
             part = slice(first, first + step)
             delta[:, :, part] = torch.linalg.vecdot(out[:, :, part].to(precise), dout[:, :, part].to(precise))
