@@ -126,9 +126,11 @@ def test_the_ring_of_a_mesh_axis_is_exact() -> None:
 
     def body(ring: Ring) -> tuple[int, int, tuple[torch.Tensor, ...]]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-        axis, row = Ring.from_mesh(mesh["cp"]), mesh.get_local_rank("dp")
+        axis, row = Ring.from_mesh(mesh["cp"], trace=True), mesh.get_local_rank("dp")
         problem = problem_of("causal", "GQA4", "fp32", 111, seed=row)
-        return row, axis.rank, run_rank(axis, problem, Sharding(2, "zigzag"))
+        shards = run_rank(axis, problem, Sharding(2, "zigzag"))
+        assert axis.trace, "every round's times are kept"
+        return row, axis.rank, shards
 
     results = {(row, rank): shards for row, rank, shards in run_processes(body, 4, timeout=60)}
     for row in range(2):
