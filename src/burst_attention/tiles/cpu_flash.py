@@ -21,6 +21,7 @@ from torch import Tensor
 from burst_attention.geometry import Piece
 from burst_attention.merge import State, merge_partial
 from burst_attention.schedule import PhasePlan, Round, Shapes
+from burst_attention.tiles.plain import PlainKernel
 from burst_attention.tiles.protocol import BackwardInputs, Gradients, TileKernel
 from burst_attention.tiles.split import CAUSAL, MASKED, Tile, allowed_block, rows_without_keys, split_piece
 
@@ -36,6 +37,9 @@ STAND_IN_TERMS = 3
 
 MASK_BUILDING = 7
 """Bytes per element while a mask is built: a distance and three flags."""
+
+
+PLAIN = PlainKernel()
 
 
 class CpuFlashKernel(TileKernel):
@@ -73,6 +77,15 @@ class CpuFlashKernel(TileKernel):
         merge_partial(state, out, lse)
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
+        lone = [piece for piece in pieces if piece.pairs == 1]
+        if lone:
+            # A lone key's dq and dk are what is left of two sums that cancel, and on some processors the operator takes
+            # them in different orders. Its weights, for dv, round as its forward's do.
+            PLAIN.backward(lone, x, gradients._replace(dv=None), scale)
+            self._backward(lone, x, gradients._replace(dq=None, dk=None), scale)
+        self._backward([piece for piece in pieces if piece.pairs > 1], x, gradients, scale)
+
+    def _backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         tiles = (tile for piece in pieces for tile in split_piece(piece, BACKWARD_ROWS, BACKWARD_COLS))
         dtype = backward_dtype(x.q.dtype)
         for _, neighbours in groupby(tiles, key=lambda tile: (tile.q0, tile.q1)):
