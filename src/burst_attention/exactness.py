@@ -98,11 +98,12 @@ def run_rank(
     lse: Tensor | None = None,
     device: str = "cpu",
     one_call: bool = False,
+    kernel: str = "auto",
 ) -> tuple[Tensor, ...]:
     """One rank's part of a problem: its shards of out, lse, dq, dk, dv, on the CPU again.
 
     lse takes a forward of its own, unless it is given: no choice of backward changes it. With `one_call` all come from
-    the call that returns lse, which other kernels may serve.
+    the call that returns lse, which other kernels may serve. `kernel` is for the call that does not.
     """
     layout = sharding.layout_for(problem)
     q, k, v, dout = (layout.shard(x, ring.rank, 2).to(device) for x in problem.inputs())
@@ -121,7 +122,7 @@ def run_rank(
         if lse is None:
             with torch.no_grad():
                 _, lse = burst_attention(q, k, v, return_lse=True, **options)
-        out = burst_attention(q, k, v, **options)
+        out = burst_attention(q, k, v, kernel=kernel, **options)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
     return tuple(x.detach().cpu() for x in (out, lse, dq, dk, dv))
 

@@ -1,4 +1,4 @@
-"""Every GPU kernel of ours once, on small odd tiles: `make sanitize` runs this under compute-sanitizer."""
+"""Every GPU kernel of ours, on small odd tiles and tensors: `make sanitize` runs this under compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -27,9 +27,33 @@ def attend(ring: Ring, dtype: torch.dtype, dim: int, mask: object) -> None:
         assert all(x.isfinite().all() for x in (out, *gradients))
 
 
+def pass_over_memory(dtype: torch.dtype, dim: int) -> None:
+    """What vendors' kernels need beside them: merging partials, sums of parts, delta, the stand-in for out."""
+    from burst_attention.merge import Part, Partial, State
+    from burst_attention.tiles.fused import copy_on_gpu, fused_delta, merge_partials, stand_in_for_out, sum_parts
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=dtype)
+
+    rows = 129
+    state = State(*(torch.empty(shape, device="cuda") for shape in ((1, 2, rows, dim), (1, 2, rows), (1, 2, rows))))
+    parts = [Partial(first, random(1, 2, 57, dim), random(1, 2, 57).float()) for first in (0, 31, 72)]
+    merge_partials(state, parts, load=False)
+    out, lse = random(1, 2, rows, dim), torch.empty(1, 2, rows, device="cuda")
+    merge_partials(state, parts[:1], load=True, finished=(out, lse))
+    dout = random(1, rows, 2, dim).transpose(1, 2)
+    delta = fused_delta(out, dout, lse)
+    total = torch.empty(1, 2, rows, dim, device="cuda")
+    sum_parts(total, [Part(0, 0, stand_in_for_out(dout, delta)), Part(40, 1, random(1, 1, 57, dim))], load=False)
+    sum_parts(total, [Part(0, 0, out)], load=True, out=torch.empty_like(out))
+    copy_on_gpu(torch.empty_like(dout), out)
+    assert all(x.isfinite().all() for x in (out, lse, delta, total))
+
+
 def main() -> None:
     for dtype, dim, mask in CASES:
         run_ranks(lambda ring, case=(dtype, dim, mask): attend(ring, *case), 2, timeout=300)  # type: ignore[misc]
+        pass_over_memory(dtype, dim)
         torch.cuda.synchronize()
         print(dtype, dim, mask, "done", flush=True)
 

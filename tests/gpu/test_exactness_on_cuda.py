@@ -18,14 +18,20 @@ from tests.ring.matrix import problem_of, require_exact
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-COVER = matrix.pairwise_cover()
+GPU_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HEAD_DIMS = (16, 64, 72, 128, 256)
+"""The smallest, those of our Hopper kernels, one that fills no block, and the largest."""
+AXES = (*matrix.AXES[:3], tuple(GPU_DTYPES), *matrix.AXES[4:], HEAD_DIMS)
+COVER = matrix.pairwise_cover(axes=AXES)
 LONE_KEY_GRADIENTS = ("dq", "dk")
 """0 where every row sees one key: what is left is how two sums of the same D products, in fp32, differ."""
 
 
-def judge_on_gpu(problem: Problem, sharding: Sharding) -> None:
+def judge_on_gpu(problem: Problem, sharding: Sharding, kernel: str = "auto") -> None:
     torch.zeros(1, device="cuda")
-    shards = run_ranks(lambda ring: run_rank(ring, problem, sharding, device="cuda"), sharding.ring_size, timeout=300)
+    shards = run_ranks(
+        lambda ring: run_rank(ring, problem, sharding, device="cuda", kernel=kernel), sharding.ring_size, timeout=300
+    )
     findings = judge(problem, gather(problem, sharding, shards), "cuda")
     if problem.tokens == 1:
         left = max(finding.largest for finding in findings if finding.name in LONE_KEY_GRADIENTS)
@@ -34,11 +40,10 @@ def judge_on_gpu(problem: Problem, sharding: Sharding) -> None:
     require_exact(problem, sharding, findings)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("part", range(8))
-def test_pairwise_cover(part: int, dtype: torch.dtype) -> None:
-    for layout, mask, heads, _, ring_size, forward, backward, tokens in COVER[part::8]:
-        problem = replace(problem_of(mask, heads, "bf16", tokens), dtype=dtype)
+@pytest.mark.parametrize("part", range(16))
+def test_pairwise_cover(part: int) -> None:
+    for layout, mask, heads, dtype, ring_size, forward, backward, tokens, head_dim in COVER[part::16]:
+        problem = replace(problem_of(mask, heads, "bf16", tokens), dtype=GPU_DTYPES[dtype], head_dim=head_dim)
         judge_on_gpu(problem, Sharding(ring_size, layout, forward, backward))
 
 

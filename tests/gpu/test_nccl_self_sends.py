@@ -1,29 +1,117 @@
-"""NCCL on one GPU: a rank that sends to itself proves packing, order, streams and events of the process ring."""
+"""NCCL on one GPU: a rank that sends to itself proves packing, order, streams and events of the process ring.
+
+Where all shards are equal and every query sees every key, all ranks of a ring send the same messages in the same order.
+So one rank that gets back what it sends runs the whole plan of such a ring: every round, both channels, and in a double
+ring both communicators. The same test with copies on the CPU shows that the test itself works.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from burst_attention import Ring
+from burst_attention import Layout, Ring, burst_attention, full, plan
+from burst_attention.reference import allowed_pairs, reference_gradients
 from burst_attention.ring import Parcel
+from burst_attention.ring.base import Pending
+from burst_attention.ring.process import ProcessRing
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 MIB = 1 << 20
+RANKS, TOKENS = 4, 300
 
 
 @pytest.fixture
-def ring(tmp_path: Path) -> Iterator[Ring]:
+def world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A world of one process, and the device that its backend is for."""
+    backend, device = getattr(request, "param", ("nccl", "cuda"))
     store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield Ring.from_group()
+    where = {"device_id": torch.device("cuda", 0)} if backend == "nccl" else {}
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, **where)
+    yield device
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def ring(world: str) -> Ring:
+    return Ring.from_group()
+
+
+class MirrorRing(ProcessRing):
+    """Rank 0 of several, all of which are itself."""
+
+    def __init__(self, per_host: int, device: str) -> None:
+        super().__init__(f"mirror-{per_host}-{device}", dist.group.WORLD, 60.0)
+        self.size = RANKS
+        self.hosts = tuple(str(rank // per_host) for rank in range(RANKS))
+        self.lanes_used: set[int] = set()
+
+    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], where: str) -> Pending:
+        mine = ([replace(parcel, peer=0) for parcel in parcels] for parcels in (sends, receives))
+        pending = super().post(*mine, where)
+        self.lanes_used |= {pending.lane} if sends else set()
+        return pending
+
+    def _start(self, pending: Pending) -> None:
+        if any(parcel.tensor.is_cuda for parcel in pending.sends):
+            super()._start(pending)
+            return
+        for sent, received in zip(pending.sends, pending.receives, strict=True):
+            received.tensor.copy_(sent.tensor)
+
+    def _finish(self, pending: Pending) -> None:
+        if pending.grouped:
+            super()._finish(pending)
+
+
+@pytest.mark.parametrize(
+    "world",
+    [pytest.param(("nccl", "cuda"), marks=ON_GPU), ("gloo", "cpu")],
+    indirect=True,
+    ids=["nccl", "copies"],
+)
+@pytest.mark.parametrize("direction", ["kv", "query"])
+@pytest.mark.parametrize(("per_host", "coalesce"), [(1, 1), (1, 2), (2, 1)], ids=["flat", "two-blocks", "double"])
+def test_a_whole_plan_over_self_sends(world: str, per_host: int, coalesce: int, direction: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(1, heads, TOKENS, 128, generator=generator).to(torch.bfloat16) for heads in (4, 2, 2, 4)
+    )
+    leaves = [x.to(world).requires_grad_() for x in (q, k, v)]
+    ring = MirrorRing(per_host, world)
+    options: dict[str, Any] = {
+        "mask": full(), "layout": Layout.contiguous(RANKS * TOKENS, RANKS), "coalesce": coalesce,
+        "direction": direction, "forward_direction": direction,
+    }  # fmt: skip
+    with torch.no_grad():
+        _, lse = burst_attention(*leaves, ring=ring, check="off", return_lse=True, **options)
+    before = ring.bytes_sent
+    out = burst_attention(*leaves, ring=ring, check="off", **options)
+    gradients = torch.autograd.grad(out, leaves, dout.to(world))
+    positions = torch.arange(TOKENS)
+    # Every key comes once from every rank: rows see the same values in the same proportions, RANKS times over.
+    exact = reference_gradients(q, k, v, dout, allowed_pairs(full(), positions, positions))
+    assert (lse.cpu().double() - exact.lse - math.log(RANKS)).abs().max() < 1e-4
+    for name, found in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True):
+        wanted = getattr(exact, name)
+        assert (found.detach().cpu().double() - wanted).norm() <= 1e-2 * wanted.norm(), name
+    made = plan(
+        RANKS * TOKENS, RANKS, heads=4, kv_heads=2, head_dim=128, dtype=torch.bfloat16, device=world,
+        ranks_per_host=per_host, **options,
+    )  # fmt: skip
+    assert ring.bytes_sent - before == made.bytes_sent(0, "forward") + made.bytes_sent(0, "backward")
+    assert ring.lanes_used == ({0, 1} if per_host > 1 else {0})
+
+
+@pytest.mark.gpu
+@ON_GPU[1]
 def test_several_messages_keep_their_order(ring: Ring) -> None:
     sent = [torch.full((MIB,), value, dtype=torch.uint8, device="cuda") for value in (1, 2, 3)]
     got = [torch.zeros(MIB, dtype=torch.uint8, device="cuda") for _ in sent]
@@ -37,6 +125,8 @@ def test_several_messages_keep_their_order(ring: Ring) -> None:
     assert ring.bytes_sent == 3 * MIB
 
 
+@pytest.mark.gpu
+@ON_GPU[1]
 def test_a_message_is_what_was_computed_before_it_was_posted(ring: Ring) -> None:
     """Long kernels before and after the post, on the same stream: the message lies between them, and wait ends it."""
     block = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")

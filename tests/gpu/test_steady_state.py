@@ -67,6 +67,44 @@ def test_after_the_first_hop_our_kernels_do_not_raise_the_peak() -> None:
     assert len(set(ring.peaks[forward + 1 :])) == 1, ring.peaks
 
 
+@pytest.mark.parametrize("kernel", ["auto", "triton", "cudnn"])
+def test_the_next_call_needs_no_more_memory_than_the_last(kernel: str) -> None:
+    """Partials of vendors' kernels wait, so the peak may grow from hop to hop; from call to call it does not."""
+    ring, leaves, dout = watched(kernel)
+    peaks = []
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        forward_and_backward(ring, leaves, dout, kernel)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert len(set(peaks)) == 1, peaks
+
+
+@pytest.mark.parametrize("dim", [128, 96], ids=["hopper", "plain"])
+def test_our_kernels_allocate_nothing(dim: int) -> None:
+    """Not even memory that they give back: the allocator counts every request."""
+    from burst_attention.geometry import full_piece
+    from burst_attention.merge import State, clear
+    from burst_attention.tiles import Accumulator, BackwardInputs, Gradients
+    from burst_attention.tiles.triton_kernel import TritonKernel
+
+    kernel, pieces = TritonKernel(), [full_piece(0, 300, 0, 300)]
+    q, k, v, dout = made_inputs(TaxCase(heads=4, kv_heads=2, head_dim=dim), 300)
+    state = State(*(torch.empty(shape, device="cuda") for shape in (q.shape, q.shape[:3], q.shape[:3])))
+    clear(state)
+    rows = torch.ones(q.shape[:3], device="cuda")
+    inputs = BackwardInputs(dout, q, k, v, rows, rows, None)
+    tensors = [torch.zeros(x.shape, device="cuda") for x in (q, k, v)]
+    requests = []
+    for _ in range(2):
+        gradients = Gradients(*(Accumulator(x) for x in tensors))
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        kernel.forward(pieces, q, k, v, state, 0.1)
+        kernel.backward(pieces, inputs, gradients, 0.1)
+        requests.append(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
+    # The first call builds the tables of blocks.
+    assert requests[1] == 0, requests
+
+
 def two_runs(kernel: str) -> list[tuple[Tensor, ...]]:
     """What every rank of a ring of four threads got in its first and its second run, the one after the other."""
     q, k, v, dout = made_inputs(TaxCase(heads=4, kv_heads=2), 8192)

@@ -16,11 +16,14 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("mask", ["full()", "causal()", "causal() & (window(40) | prefix(4))"])
 @pytest.mark.parametrize(("layout", "direction"), [("zigzag", "kv"), ("striped", "query")])
-@pytest.mark.parametrize("ring_size", [1, 4])
-def test_output_and_gradients(ring_size: int, layout: str, direction: str, mask: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("ring_size", "dims"), [(1, (32, 32)), (4, (32, 32)), (4, (192, 128)), (4, (40, 24))], ids=str)
+def test_output_and_gradients(
+    ring_size: int, dims: tuple[int, int], layout: str, direction: str, mask: str, dtype: torch.dtype
+) -> None:
+    """Head dims of queries and keys, and of values."""
     tokens, generator = 257, torch.Generator().manual_seed(0)
-    heads = (8, 2, 2, 8)
-    q, k, v, dout = (torch.randn(1, count, tokens, 32, generator=generator).to(dtype) for count in heads)
+    shapes = ((8, dims[0]), (2, dims[0]), (2, dims[1]), (8, dims[1]))
+    q, k, v, dout = (torch.randn(1, count, tokens, dim, generator=generator).to(dtype) for count, dim in shapes)
     sharding = Layout(layout, tokens, ring_size)
 
     def body(ring: Ring) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,22 +67,22 @@ AXES = (LAYOUTS, MASKS, tuple(HEADS), tuple(DTYPES), RING_SIZES, DIRECTIONS, DIR
 Cell = tuple[str, str, str, str, int, str, str, int]
 
 
-def pairwise_cover(seed: int = 0) -> list[Cell]:
+def pairwise_cover(seed: int = 0, axes: tuple[tuple[Any, ...], ...] = AXES) -> list[Any]:
     """Few cells in which every pair of values of any two axes occurs together, chosen greedily."""
     chance = random.Random(seed)
-    wanted = {(a, x, b, y) for a, b in itertools.combinations(range(len(AXES)), 2) for x in AXES[a] for y in AXES[b]}
+    wanted = {(a, x, b, y) for a, b in itertools.combinations(range(len(axes)), 2) for x in axes[a] for y in axes[b]}
     cells = []
     while wanted:
         a, x, b, y = min(wanted, key=repr)
         candidates = []
         for _ in range(60):
-            cell = [chance.choice(axis) for axis in AXES]
+            cell = [chance.choice(axis) for axis in axes]
             cell[a], cell[b] = x, y
             candidates.append(tuple(cell))
         best = max(candidates, key=lambda cell: len(_pairs(cell) & wanted))
         wanted -= _pairs(best)
         cells.append(best)
-    return cells  # type: ignore[return-value]
+    return cells
 
 
 def _pairs(cell: tuple[object, ...]) -> set[tuple[object, ...]]:

@@ -102,7 +102,8 @@ def test_the_hopper_forward_uses_the_chip_and_spills_nothing(carried: bool, tmp_
     require_ordered_dispatch(kernel)
 
 
-def test_the_hopper_backward_uses_the_chip() -> None:
+@pytest.mark.parametrize("add", [False, True], ids=["written", "added"])
+def test_the_hopper_backward_uses_the_chip(add: bool) -> None:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from burst_attention.tiles.hopper_backward import hopper_backward_kernel
@@ -110,7 +111,8 @@ def test_the_hopper_backward_uses_the_chip() -> None:
     types = {"q_desc": descriptor(64, 128), "dout_desc": descriptor(64, 128)}
     types |= {"k_desc": descriptor(128, 128), "v_desc": descriptor(128, 128)}
     types["dq_desc"] = descriptor(64, 64, "fp32")
-    kernel = compiled(hopper_backward_kernel, GluonASTSource, types, {"D": 128, "STAGES": 3}, 90, 4)
+    constants = {"D": 128, "STAGES": 3, "ADD": add}
+    kernel = compiled(hopper_backward_kernel, GluonASTSource, types, constants, 90, 4)
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "setmaxnreg"):
         assert instruction in kernel.asm["ptx"], instruction
     require_ordered_dispatch(kernel)
@@ -139,8 +141,8 @@ def test_what_consumer_cards_get_fits_their_memory(name: str, dims: tuple[int, i
 
     kernel, tuned, flags = {
         "forward": (ours.forward_kernel, ours.forward_config, ("LOAD", "FINISH", "ONE_ENTRY", "NEGATIVE")),
-        "key": (ours.key_gradients_kernel, ours.key_config, ("WANT_K", "WANT_V")),
-        "query": (ours.query_gradients_kernel, ours.query_config, ()),
+        "key": (ours.key_gradients_kernel, ours.key_config, ("WANT_K", "WANT_V", "ADD")),
+        "query": (ours.query_gradients_kernel, ours.query_config, ("ADD",)),
     }[name]
     room = 99 * 1024
     config = ours.fitted(tuned(*dims, dtype), max(dims), room)

@@ -120,9 +120,10 @@ def launch_hopper_backward(
     gradients: tuple[Tensor, Tensor, Tensor],
     scale: float,
     *,
+    add: bool = True,
     stages: int = BACKWARD_STAGES,
 ) -> None:
-    """Add pieces to dq, dk and dv, for what `serves_backward` allows."""
+    """Add pieces to dq, dk and dv, for what `serves_backward` allows; dk and dv are written where not `add`."""
     from burst_attention.tiles.hopper_backward import hopper_backward_kernel
 
     dq, dk, dv = gradients
@@ -133,5 +134,5 @@ def launch_hopper_backward(
         _descriptor(dq, BACKWARD_BLOCK_Q, dq.shape[3] // 2), x.lse, x.delta, dk, dv, *table,
         *x.lse.stride(), *x.delta.stride(), *dk.stride()[:3], *dv.stride()[:3],
         x.k.shape[1], x.q.shape[1] // x.k.shape[1], x.k.shape[2], scale,
-        D=x.q.shape[3], STAGES=stages, num_warps=4,
+        D=x.q.shape[3], STAGES=stages, ADD=add, num_warps=4,
     )  # fmt: skip

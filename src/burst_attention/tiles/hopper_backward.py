@@ -86,15 +86,18 @@ def _load_queries(
 
 @gluon.jit
 def _add_rows(
-    base_ptr, strides, line, kv_heads, k_rows, part, PART: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """Add to this group's keys of dk or dv."""
+    base_ptr, strides, line, kv_heads, k_rows, part,
+    PART: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """Add to this group's keys of dk or dv, or write them where there is nothing yet to add to."""
     batch, kv_head = (gl.program_id(1) // kv_heads).to(gl.int64), (gl.program_id(1) % kv_heads).to(gl.int64)
     rows = group_rows(line, PART, gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
     at = base_ptr + batch * strides[0] + kv_head * strides[1] + rows.to(gl.int64)[:, None] * strides[2] + d[None, :]
     kept = (rows < k_rows)[:, None]
-    gl.store(at, gl.load(at, mask=kept, other=0.0) + part, mask=kept)
+    if ADD:
+        part += gl.load(at, mask=kept, other=0.0)
+    gl.store(at, part, mask=kept)
 
 
 @gluon.jit
@@ -148,7 +151,7 @@ def _add_queries(dq_desc, batch, head, row, part, smem, PART: gl.constexpr, D: g
 @gluon.jit
 def _differentiate(
     PART: gl.constexpr, buffers, exchange, gradients, blocks_ptr, entries_ptr,
-    kv_heads, groups, k_rows, scale, D: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
+    kv_heads, groups, k_rows, scale, D: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """One group of four warps: 64 keys over every block of queries."""
     q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem, kv_full, q_full, q_empty = buffers
@@ -208,8 +211,8 @@ def _differentiate(
     dq = warpgroup_mma(scores_smem.index(other).permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq])
     _add_queries(dq_desc, batch, before_head, before_row, dq * scale, dq_smem.index(PART), PART, D)
-    _add_rows(dk_ptr, dk_strides, line, kv_heads, k_rows, dk * scale, PART, D, KEY_LAYOUT)
-    _add_rows(dv_ptr, dv_strides, line, kv_heads, k_rows, dv, PART, D, KEY_LAYOUT)
+    _add_rows(dk_ptr, dk_strides, line, kv_heads, k_rows, dk * scale, PART, D, KEY_LAYOUT, ADD)
+    _add_rows(dv_ptr, dv_strides, line, kv_heads, k_rows, dv, PART, D, KEY_LAYOUT, ADD)
     tma.store_wait(0)
 
 
@@ -218,9 +221,9 @@ def hopper_backward_kernel(
     q_desc, dout_desc, k_desc, v_desc, dq_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, blocks_ptr, entries_ptr,
     lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row,
     dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, groups, k_rows, scale,
-    D: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of 128 keys of the table, B * G): adds to dq, dk and dv."""
+    """Grid (blocks of 128 keys of the table, B * G): adds to dq, and to dk and dv or, if not ADD, writes those."""
     DTYPE: gl.constexpr = k_desc.dtype
     q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
     dout_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_Q, D], dout_desc.layout)
@@ -254,9 +257,9 @@ def hopper_backward_kernel(
     gl.warp_specialize(
         [
             (_differentiate, (gl.constexpr(0), buffers, exchange, gradients, blocks_ptr, entries_ptr,
-                              kv_heads, groups, k_rows, scale, D, STAGES, DTYPE)),
+                              kv_heads, groups, k_rows, scale, D, STAGES, DTYPE, ADD)),
             (_differentiate, (gl.constexpr(1), buffers, exchange, gradients, blocks_ptr, entries_ptr,
-                              kv_heads, groups, k_rows, scale, D, STAGES, DTYPE)),
+                              kv_heads, groups, k_rows, scale, D, STAGES, DTYPE, ADD)),
             (_load_queries, (descriptors, buffers, statistics, blocks_ptr, entries_ptr,
                              kv_heads, groups, scale, D, STAGES)),
         ],

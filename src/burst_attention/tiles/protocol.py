@@ -79,6 +79,17 @@ class Accumulator:
         self._waiting.clear()
         return self.tensor
 
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing has been added yet."""
+        return self.untouched and not self._waiting
+
+    def begin(self) -> Tensor:
+        """The tensor of a fresh one, for a kernel that writes all of it instead of adding."""
+        assert self.fresh, "something is there already, and would be lost"
+        self.untouched = False
+        return self.tensor
+
     def finish(self, dtype: torch.dtype) -> Tensor:
         """The gradient in the dtype of its input, with what waits added in the same pass."""
         if not self._waiting or self._sum_parts is None or self.tensor.dtype == dtype:
@@ -104,6 +115,16 @@ class AccumulatorHeads(Accumulator):
 
     def settle(self, borrowed_only: bool = False) -> Tensor:
         return self._whole.settle(borrowed_only)[:, self._first : self._last]
+
+    @property
+    def fresh(self) -> bool:
+        return self._whole.fresh
+
+    def begin(self) -> Tensor:
+        whole = self._whole.begin()
+        for others in (slice(0, self._first), slice(self._last, None)):
+            whole[:, others].zero_()
+        return self.tensor
 
     def finish(self, dtype: torch.dtype) -> Tensor:
         raise AssertionError("an accumulator is finished as a whole")

@@ -23,6 +23,14 @@ def _load_rows(base, rows, row_stride, last, MASK: tl.constexpr, OTHER: tl.const
 
 
 @triton.jit
+def add_block(at, part, mask, ADD: tl.constexpr):
+    """Add to a block of a gradient, or write it where there is nothing yet to add to."""
+    if ADD:
+        part += tl.load(at, mask=mask, other=0.0)
+    tl.store(at, part, mask=mask)
+
+
+@triton.jit
 def _key_gradients(
     dk, dv, k, v, q_base, dout_base, lse_base, delta_base, q_row, dout_row, lse_row, delta_row,
     entry, keys, first, last, some_last, scale,
@@ -60,9 +68,9 @@ def key_gradients_kernel(
     dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, groups, k_rows, scale,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    WANT_K: tl.constexpr, WANT_V: tl.constexpr, PRECISION: tl.constexpr,
+    WANT_K: tl.constexpr, WANT_V: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (key blocks of the table, B * G): adds to dk and dv, over the query heads that share the key head."""
+    """Grid (key blocks of the table, B * G): adds to dk and dv, or writes them, over all query heads of a key head."""
     line = blocks_ptr + tl.program_id(0) * 3
     batch, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), (tl.program_id(1) % kv_heads).to(tl.int64)
     keys = tl.load(line) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -100,11 +108,11 @@ def key_gradients_kernel(
     if WANT_K:
         at = dk_ptr + batch * dk_batch + kv_head * dk_head + keys[:, None].to(tl.int64) * dk_row + d[None, :]
         mask = kept & (d[None, :] < DIM)
-        tl.store(at, tl.load(at, mask=mask, other=0.0) + dk * scale, mask=mask)
+        add_block(at, dk * scale, mask, ADD)
     if WANT_V:
         at = dv_ptr + batch * dv_batch + kv_head * dv_head + keys[:, None].to(tl.int64) * dv_row + e[None, :]
         mask = kept & (e[None, :] < VALUE_DIM)
-        tl.store(at, tl.load(at, mask=mask, other=0.0) + dv, mask=mask)
+        add_block(at, dv, mask, ADD)
 
 
 @triton.jit
@@ -136,9 +144,10 @@ def query_gradients_kernel(
     dout_batch, dout_head, dout_row, lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row,
     dq_batch, dq_head, dq_row, heads, groups, q_rows, scale,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query blocks of the table, B * H): adds to dq."""
+    """Grid (query blocks of the table, B * H): adds to dq, or writes it."""
     line = blocks_ptr + tl.program_id(0) * 3
     batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     queries = tl.load(line) * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -170,4 +179,4 @@ def query_gradients_kernel(
         )  # fmt: skip
     at = dq_ptr + batch * dq_batch + head * dq_head + queries[:, None].to(tl.int64) * dq_row + d[None, :]
     mask = (queries < q_rows)[:, None] & (d[None, :] < DIM)
-    tl.store(at, tl.load(at, mask=mask, other=0.0) + dq * scale, mask=mask)
+    add_block(at, dq * scale, mask, ADD)

@@ -19,15 +19,17 @@ from torch import Tensor
 from burst_attention.geometry import Piece
 from burst_attention.merge import State
 from burst_attention.schedule import PhasePlan, Round
-from burst_attention.tiles.block_table import block_table
+from burst_attention.tiles.block_table import block_table, visits_all
 from burst_attention.tiles.gpu import GpuKernel
 from burst_attention.tiles.hopper import (
+    BACKWARD_BLOCK_K,
+    BACKWARD_BLOCK_Q,
     launch_hopper_backward,
     launch_hopper_forward,
     serves_backward,
     serves_forward,
 )
-from burst_attention.tiles.protocol import BackwardInputs, Gradients
+from burst_attention.tiles.protocol import Accumulator, BackwardInputs, Gradients
 from burst_attention.tiles.start import start
 from burst_attention.tiles.triton_backward import key_gradients_kernel, query_gradients_kernel
 from burst_attention.tiles.triton_forward import forward_kernel
@@ -118,14 +120,32 @@ class TritonKernel(GpuKernel):
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         x = x._replace(**{name: dense_columns(getattr(x, name)) for name in ("dout", "q", "k", "v")})
-        dq, dk, dv = (None if total is None else total.settle() for total in gradients)
+        pieces = tuple(pieces)
+        dq, dk, dv = gradients
         if dq is not None and dk is not None and dv is not None and serves_backward(x, scale):
-            launch_hopper_backward(tuple(pieces), x, (dq, dk, dv), scale)
+            table = block_table(pieces, True, BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, x.q.device)
+            keys, add = opened((dk, dv), visits_all(table, x.k.shape[2], BACKWARD_BLOCK_K))
+            # Programs meet in dq, so it must be there before the first.
+            launch_hopper_backward(pieces, x, (dq.settle(), keys[0], keys[1]), scale, add=add)
             return
         if dk is not None or dv is not None:
-            launch_key_gradients(tuple(pieces), x, dk, dv, scale)
+            config = config_for(key_config, x.q, x.v)
+            table = block_table(pieces, True, config.block_k, config.block_q, x.q.device)
+            wanted = [total for total in (dk, dv) if total is not None]
+            keys, add = opened(wanted, visits_all(table, x.k.shape[2], config.block_k))
+            launch_key_gradients(pieces, x, keys[0] if dk else None, keys[-1] if dv else None, scale, add=add)
         if dq is not None:
-            launch_query_gradients(tuple(pieces), x, dq, scale)
+            config = config_for(query_config, x.q, x.v)
+            table = block_table(pieces, False, config.block_q, config.block_k, x.q.device)
+            queries, add = opened((dq,), visits_all(table, x.q.shape[2], config.block_q))
+            launch_query_gradients(pieces, x, queries[0], scale, add=add)
+
+
+def opened(totals: Sequence[Accumulator], covered: bool) -> tuple[list[Tensor], bool]:
+    """Gradients' tensors, and whether a kernel must add to them: not to fresh ones if it writes every row."""
+    if covered and all(total.fresh for total in totals):
+        return [total.begin() for total in totals], False
+    return [total.settle() for total in totals], True
 
 
 def launch_fastest_forward(
@@ -171,9 +191,10 @@ def launch_key_gradients(
     dv: Tensor | None,
     scale: float,
     *,
+    add: bool = True,
     config: Config | None = None,
 ) -> None:
-    """Add pieces to dk and dv, either of which may be unwanted."""
+    """Add pieces to dk and dv, either of which may be unwanted, or write them where not `add`."""
     head_dim, value_dim = x.q.shape[3], x.v.shape[3]
     config = config or config_for(key_config, x.q, x.v)
     table = block_table(pieces, True, config.block_k, config.block_q, x.q.device)
@@ -186,15 +207,21 @@ def launch_key_gradients(
         *x.delta.stride(), *dk_or_any.stride()[:3], *dv_or_any.stride()[:3],
         x.k.shape[1], x.q.shape[1] // x.k.shape[1], x.k.shape[2], scale,
         BLOCK_Q=config.block_q, BLOCK_K=config.block_k, **_dims(head_dim, value_dim),
-        WANT_K=dk is not None, WANT_V=dv is not None, PRECISION=_precision(x.q.dtype),
+        WANT_K=dk is not None, WANT_V=dv is not None, ADD=add, PRECISION=_precision(x.q.dtype),
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
 
 def launch_query_gradients(
-    pieces: tuple[Piece, ...], x: BackwardInputs, dq: Tensor, scale: float, *, config: Config | None = None
+    pieces: tuple[Piece, ...],
+    x: BackwardInputs,
+    dq: Tensor,
+    scale: float,
+    *,
+    add: bool = True,
+    config: Config | None = None,
 ) -> None:
-    """Add pieces to dq."""
+    """Add pieces to dq, or write it where not `add`."""
     head_dim, value_dim = x.q.shape[3], x.v.shape[3]
     config = config or config_for(query_config, x.q, x.v)
     table = block_table(pieces, False, config.block_q, config.block_k, x.q.device)
@@ -204,7 +231,7 @@ def launch_query_gradients(
         *x.delta.stride(), *dq.stride()[:3],
         x.q.shape[1], x.q.shape[1] // x.k.shape[1], x.q.shape[2], scale,
         BLOCK_Q=config.block_q, BLOCK_K=config.block_k, **_dims(head_dim, value_dim),
-        PRECISION=_precision(x.q.dtype), num_warps=config.warps, num_stages=config.stages,
+        ADD=add, PRECISION=_precision(x.q.dtype), num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
 

@@ -1,0 +1,71 @@
+"""Vendors' kernels by name, each version that is installed: forward with lse, backward from lse and delta, strides.
+
+What we count on in every version of the flash operator: lse is the natural log of the row's sum; gradients of a tile
+from the lse of whole rows add up over tiles; `out` counts in backward only by its row sums with dout, so that a
+stand-in serves for queries that visit (direction "query").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import attention
+
+from burst_attention.exactness import Problem, Sharding
+from tests.gpu.test_exactness_on_cuda import judge_on_gpu
+from tests.gpu.test_hopper_kernels import ERROR, PIECES, make_tile, relative
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+KERNELS = ("cudnn", "flash FA2", "flash FA3", "flash FA4")
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A kernel's name, with the version of flash that the test asks for under torch's operator."""
+    name, *version = request.param.split()
+    if version in ([], ["FA2"]):
+        yield name
+        return
+    try:
+        attention.activate_flash_attention_impl(version[0])
+    except Exception as error:
+        pytest.skip(f"{version[0]} cannot be activated: {str(error).splitlines()[0]}")
+    yield name
+    attention.restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize("direction", ["kv", "query"])
+@pytest.mark.parametrize(("mask", "layout"), [("causal()", "zigzag"), ("full()", "contiguous")])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=["MHA", "GQA4"])
+def test_a_ring_on_one_kernel_is_exact(
+    kernel: str, direction: str, mask: str, layout: str, heads: tuple[int, int]
+) -> None:
+    problem = Problem(4096, mask, *heads, 128, torch.bfloat16)
+    judge_on_gpu(problem, Sharding(4, layout, direction, direction), kernel)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("name", ["full", "causal"])
+def test_rows_may_lie_apart(kernel: str, name: str, packed: bool) -> None:
+    """Inputs, out and dout whose tokens lie together, as in a visiting block: cuDNN's operator ignores some strides."""
+    from burst_attention.tiles.vendor import CudnnKernel, FlashKernel
+
+    vendor = {"cudnn": CudnnKernel, "flash": FlashKernel}[kernel]()
+    tile = make_tile(name, torch.bfloat16, 128, 128, 2, packed)
+    rows = slice(0, PIECES[name][0].q_count)
+    q, k, v, dout = (x[:, :, rows] for x in (tile.q, tile.k, tile.v, tile.dout))
+    out, lse = vendor.attend(q, k, v, name == "causal", tile.scale)
+    wanted, wanted_lse, _ = tile.forward()
+    assert relative(out, wanted[:, :, rows]) < ERROR[torch.bfloat16]
+    assert (lse.double() - wanted_lse[:, :, rows]).abs().max() < 1e-4
+
+    def laid_out(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if packed else x.contiguous()
+
+    found = vendor.gradients(dout, q, k, v, laid_out(out), lse.contiguous(), name == "causal", tile.scale)
+    _, *gradients = tile.backward()
+    for gradient, right in zip(found, gradients, strict=True):
+        assert relative(gradient, right[:, :, rows]) < 2 * ERROR[torch.bfloat16]
