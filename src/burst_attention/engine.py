@@ -66,9 +66,13 @@ class ForwardWork:
         """The same work at home for some heads."""
         return ForwardWork(self.kernel, self.scale, self.home.heads(*heads))
 
-    def compute(self, pieces: tuple[Piece, ...], x: Mapping[str, Tensor], visiting: Collection[str]) -> None:
+    def compute(
+        self, pieces: tuple[Piece, ...], x: Mapping[str, Tensor], visiting: Collection[str], last: bool = False
+    ) -> None:
         """Add pieces to home's state, or begin that of queries that are among the visiting tensors."""
         state = self.home
+        if state.deferred:
+            state.deferred.last = last
         if "acc" in visiting:
             state = state_of(x)
             clear(state)
@@ -98,7 +102,9 @@ class BackwardWork:
         parts = {name: total.heads(*(key_heads if name in KEY_SIDE else heads)) for name, total in self.home.items()}
         return BackwardWork(self.kernel, self.scale, parts)
 
-    def compute(self, pieces: tuple[Piece, ...], x: Mapping[str, Tensor], visiting: Collection[str]) -> None:
+    def compute(
+        self, pieces: tuple[Piece, ...], x: Mapping[str, Tensor], visiting: Collection[str], last: bool = False
+    ) -> None:
         """Add pieces to home's gradients and, for visiting tensors, to new ones."""
         inputs = BackwardInputs(x["dout"], x["q"], x["k"], x["v"], x["lse"], x["delta"], x.get("out"))
         begun = (name for name in GRADIENTS if name in visiting)
@@ -157,6 +163,7 @@ class PhaseRun:
     ) -> None:
         self.plan, self.ring, self.home, self.work = plan, ring, home, work
         self.rounds = plan.rounds[ring.rank]
+        self.last_computed = next((step for step in reversed(self.rounds) if step.pieces), None)
         self.results_due: dict[int, list[Transfer]] = {}
         for transfer in (t for step in self.rounds for t in step.receives if t.channel == RESULT):
             self.results_due.setdefault(transfer.due, []).append(transfer)
@@ -281,7 +288,7 @@ class PhaseRun:
         visiting = self._densely(self.slots[self.plan.slot_of(step.index)].fields(0, step.row_count))
         if self.plan.results.fields:
             visiting |= self.computing.fields(0, step.row_count)
-        self.work.compute(step.pieces, {**self.staying, **visiting}, visiting.keys())
+        self.work.compute(step.pieces, {**self.staying, **visiting}, visiting.keys(), step is self.last_computed)
 
     def _densely(self, fields: dict[str, Tensor]) -> dict[str, Tensor]:
         """Row statistics lie a whole row apart in a buffer, where loading them is slow: kernels get them in a row."""
@@ -293,7 +300,7 @@ class PhaseRun:
 
     def _compute_home(self, step: Round) -> None:
         if step.heads is None:
-            self.work.compute(step.pieces, self.home, ())
+            self.work.compute(step.pieces, self.home, (), step is self.last_computed)
             return
         heads, key_heads = step.heads, self.plan.shapes.key_heads(step.heads)
         of = {name: slice(*(key_heads if name in KEY_SIDE else heads)) for name in self.home}

@@ -212,6 +212,12 @@ def unite_rows(ranges: Iterable[tuple[int, int]]) -> Rows:
     return tuple(united)
 
 
+def cover_rows(pieces: Iterable[Piece], rows: int, keys: bool = False) -> bool:
+    """Whether pieces touch each of so many query rows, or key rows."""
+    spans = ((p.k_first, p.k_count) if keys else (p.q_first, p.q_count) for p in pieces)
+    return unite_rows((first, first + count) for first, count in spans) == ((0, rows),)
+
+
 def intersect_rows(a: Rows, b: Rows) -> Rows:
     """Rows in both."""
     return unite_rows((max(p[0], q[0]), min(p[1], q[1])) for p in a for q in b)

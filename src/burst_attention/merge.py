@@ -46,6 +46,10 @@ class Deferred:
     untouched: bool = True
     """Whether acc, peak and total are memory that nothing has been written to yet."""
     partials: list[Partial] = field(default_factory=list)
+    last: bool = False
+    """Whether the pieces that come now are the last, so that a kernel may end the state itself."""
+    finished: tuple[Tensor, Tensor] | None = None
+    """(out, lse), where it did."""
 
 
 class State(NamedTuple):

@@ -19,9 +19,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 from burst_attention.tiles.cuda import rectangle_and_triangle
 from burst_attention.tiles.fused import copy_on_gpu, fused_delta, merge_partials, stand_in_for_out, sum_parts
-from burst_attention.tiles.gpu import finish_deferred
+from burst_attention.tiles.gpu import finish_deferred, settle
 from burst_attention.tiles.triton_kernel import TritonKernel
-from burst_attention.tiles.vendor import add_partial, settle
+from burst_attention.tiles.vendor import add_partial
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 PIECES: dict[str, tuple[Piece, ...]] = {
@@ -71,6 +71,34 @@ def test_kernels_equal_their_twin(dtype: torch.dtype, name: str, dim: int, value
         assert mine is not None and theirs is not None
         exact = theirs.settle()
         torch.testing.assert_close(mine.settle(), exact, atol=TOLERANCE[dtype] * exact.abs().max().item(), rtol=0.0)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("first", [None, "full", "window"])
+@pytest.mark.parametrize("then", ["causal", "window"])
+def test_a_state_is_begun_and_ended_in_the_kernel_where_it_writes_every_row(
+    first: str | None, then: str, last: bool
+) -> None:
+    q, k, v, _ = tensors(torch.float32, 16, 24)
+    ours, twin = TritonKernel(), PlainKernel()
+    deferred = Deferred()
+    state, right = empty_state(q, 24, deferred), empty_state(q, 24)
+    for name, ends in ((first, False), (then, last)) if first else ((then, last),):
+        deferred.last = ends
+        ours.forward(PIECES[name], q, k, v, state, 0.3)
+        twin.forward(PIECES[name], q, k, v, right, 0.3)
+    found, expected = ours.finish(state, torch.float32), finish(right, torch.float32)
+    assert (deferred.finished is not None) == (last and then == "causal")
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=0.0)
+
+
+def test_a_gradient_begun_for_some_heads_is_zero_for_the_others() -> None:
+    total = Accumulator(torch.full((1, 3, 4, 16), torch.nan))
+    assert total.heads(1, 2).fresh
+    total.heads(1, 2).begin().fill_(1.0)
+    assert not total.fresh
+    assert torch.equal(total.settle()[0, :, 0, 0], torch.tensor([0.0, 1.0, 0.0]))
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "kv"])

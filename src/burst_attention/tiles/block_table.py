@@ -51,11 +51,6 @@ def block_table(
     return BlockTable(table.int().to(device), entries.int().to(device))
 
 
-def visits_all(table: BlockTable, rows: int, row_block: int) -> bool:
-    """Whether every row lies in a block of the table, so that a kernel which walks it writes every row."""
-    return len(table.blocks) * row_block >= rows
-
-
 def _transposed(piece: Piece) -> Piece:
     """The same pairs with rows and columns exchanged: low <= x - y < high is -high < y - x <= -low."""
     return Piece(piece.k_first, piece.k_count, piece.q_first, piece.q_count, 1 - piece.high, 1 - piece.low)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from burst_attention.geometry import Piece, full_piece, unite_rows
+from burst_attention.geometry import Piece, full_piece
 from burst_attention.merge import State
 from burst_attention.schedule import PhasePlan, Round
 from burst_attention.tiles.gpu import DeferringKernel
@@ -19,7 +19,7 @@ from burst_attention.tiles.policy import Case, choose
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.split import FULL, split_piece
 from burst_attention.tiles.triton_kernel import TritonKernel
-from burst_attention.tiles.vendor import CudnnKernel, FlashKernel, VendorKernel, settle
+from burst_attention.tiles.vendor import CudnnKernel, FlashKernel, VendorKernel
 
 
 class CudaKernel(DeferringKernel):
@@ -36,15 +36,11 @@ class CudaKernel(DeferringKernel):
         return self.vendors["cudnn"].workspace_bytes(phase, step, visiting)
 
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
-        for name, group in self._groups("forward", pieces, q, v, scale):
-            if name != "triton":
-                self.vendors[name].forward(group, q, k, v, state, scale)
-            elif state.deferred and state.deferred.untouched and not state.deferred.partials and begins(group, q):
-                self.triton.begin(group, q, k, v, state, scale)
-                state.deferred.untouched = False
-            else:
-                settle(state)
-                self.triton.forward(group, q, k, v, state, scale)
+        groups = self._groups("forward", pieces, q, v, scale)
+        if state.deferred:
+            state.deferred.last &= len(groups) == 1
+        for name, group in groups:
+            (self.vendors.get(name) or self.triton).forward(group, q, k, v, state, scale)
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         for name, group in self._groups("backward", pieces, x.q, x.v, scale):
@@ -62,12 +58,6 @@ class CudaKernel(DeferringKernel):
             for part, name in parts.items():
                 groups.setdefault(name, []).append(part)
         return [(name, group) for name, group in groups.items() if group]
-
-
-def begins(pieces: Sequence[Piece], q: Tensor) -> bool:
-    """Whether pieces touch every row, so that a state need not be cleared before them."""
-    rows = unite_rows((piece.q_first, piece.q_first + piece.q_count) for piece in pieces)
-    return rows == ((0, q.shape[2]),)
 
 
 def rectangle_and_triangle(piece: Piece) -> list[Piece]:

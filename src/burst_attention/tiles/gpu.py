@@ -11,7 +11,9 @@ from burst_attention.tiles.protocol import TileKernel
 
 
 class GpuKernel(TileKernel):
-    """Copies and deltas in one pass."""
+    """Copies and deltas in one pass; a state is begun and ended in one, or by the kernel itself."""
+
+    defers = True
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         copy_on_gpu(target, source)
@@ -19,19 +21,30 @@ class GpuKernel(TileKernel):
     def row_delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
         return fused_delta(out, dout, dlse)
 
-
-class DeferringKernel(GpuKernel):
-    """Lets partials and parts of gradients wait, and takes in several in one pass."""
-
-    defers = True
-    sum_parts = staticmethod(sum_parts)
-
     def finish(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return finish_deferred(state, dtype)
 
 
+class DeferringKernel(GpuKernel):
+    """Lets parts of gradients wait too, and takes in several in one pass."""
+
+    sum_parts = staticmethod(sum_parts)
+
+
+def settle(state: State) -> None:
+    """Bring a state's tensors up to date, for a kernel that continues them."""
+    if state.deferred is None:
+        return
+    if state.deferred.untouched or state.deferred.partials:
+        merge_partials(state, state.deferred.partials, load=not state.deferred.untouched)
+    state.deferred.untouched = False
+    state.deferred.partials.clear()
+
+
 def finish_deferred(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(out, lse), with what was deferred merged in the same pass."""
+    if state.deferred and state.deferred.finished:
+        return state.deferred.finished
     out = torch.empty(state.acc.shape, dtype=dtype, device=state.acc.device)
     lse = torch.empty_like(state.peak)
     waiting = state.deferred.partials if state.deferred else []

@@ -143,7 +143,7 @@ class TileKernel(ABC):
 
     name: str
     defers = False
-    """Whether forward may leave partials in `state.deferred`, which `finish` then takes in."""
+    """Whether forward takes a state with `deferred`: memory that is not cleared, partials that wait for `finish`."""
 
     def serves(self, piece: Piece) -> bool:
         """Whether it can compute a piece; kernels that serve only some are used by name."""

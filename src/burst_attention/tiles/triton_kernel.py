@@ -16,14 +16,12 @@ import torch
 import triton
 from torch import Tensor
 
-from burst_attention.geometry import Piece
+from burst_attention.geometry import Piece, cover_rows
 from burst_attention.merge import State
 from burst_attention.schedule import PhasePlan, Round
-from burst_attention.tiles.block_table import block_table, visits_all
-from burst_attention.tiles.gpu import GpuKernel
+from burst_attention.tiles.block_table import block_table
+from burst_attention.tiles.gpu import GpuKernel, settle
 from burst_attention.tiles.hopper import (
-    BACKWARD_BLOCK_K,
-    BACKWARD_BLOCK_Q,
     launch_hopper_backward,
     launch_hopper_forward,
     serves_backward,
@@ -111,33 +109,34 @@ class TritonKernel(GpuKernel):
 
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         q, k, v = (dense_columns(x) for x in (q, k, v))
-        launch_fastest_forward(tuple(pieces), q, k, v, state, scale)
-
-    def begin(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
-        """Make the state that of the pieces' keys alone; every row must be in a piece."""
-        q, k, v = (dense_columns(x) for x in (q, k, v))
-        launch_fastest_forward(tuple(pieces), q, k, v, state, scale, load=False)
+        options: dict[str, Any] = {}
+        if state.deferred is not None:
+            # Where every row is in a piece, the kernel begins the state, and ends it, on its own.
+            covered = cover_rows(pieces, q.shape[2])
+            if state.deferred.partials or not covered:
+                settle(state)
+            options["load"] = not state.deferred.untouched
+            state.deferred.untouched = False
+            if covered and state.deferred.last:
+                out = torch.empty_like(state.acc, dtype=q.dtype)
+                options["finished"] = state.deferred.finished = out, torch.empty_like(state.peak)
+        launch_fastest_forward(tuple(pieces), q, k, v, state, scale, **options)
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         x = x._replace(**{name: dense_columns(getattr(x, name)) for name in ("dout", "q", "k", "v")})
         pieces = tuple(pieces)
+        keys_covered = cover_rows(pieces, x.k.shape[2], keys=True)
         dq, dk, dv = gradients
         if dq is not None and dk is not None and dv is not None and serves_backward(x, scale):
-            table = block_table(pieces, True, BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, x.q.device)
-            keys, add = opened((dk, dv), visits_all(table, x.k.shape[2], BACKWARD_BLOCK_K))
+            keys, add = opened((dk, dv), keys_covered)
             # Programs meet in dq, so it must be there before the first.
             launch_hopper_backward(pieces, x, (dq.settle(), keys[0], keys[1]), scale, add=add)
             return
         if dk is not None or dv is not None:
-            config = config_for(key_config, x.q, x.v)
-            table = block_table(pieces, True, config.block_k, config.block_q, x.q.device)
-            wanted = [total for total in (dk, dv) if total is not None]
-            keys, add = opened(wanted, visits_all(table, x.k.shape[2], config.block_k))
+            keys, add = opened([total for total in (dk, dv) if total is not None], keys_covered)
             launch_key_gradients(pieces, x, keys[0] if dk else None, keys[-1] if dv else None, scale, add=add)
         if dq is not None:
-            config = config_for(query_config, x.q, x.v)
-            table = block_table(pieces, False, config.block_q, config.block_k, x.q.device)
-            queries, add = opened((dq,), visits_all(table, x.q.shape[2], config.block_q))
+            queries, add = opened((dq,), cover_rows(pieces, x.q.shape[2]))
             launch_query_gradients(pieces, x, queries[0], scale, add=add)
 
 

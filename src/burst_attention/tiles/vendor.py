@@ -19,7 +19,7 @@ from burst_attention.geometry import Piece
 from burst_attention.merge import MAX_PARTIALS, Partial, State
 from burst_attention.schedule import PhasePlan, Round
 from burst_attention.tiles.fused import merge_partials, stand_in_for_out
-from burst_attention.tiles.gpu import DeferringKernel
+from burst_attention.tiles.gpu import DeferringKernel, settle
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
 
 Saved = tuple[Any, ...]
@@ -133,13 +133,3 @@ def add_partial(state: State, partial: Partial) -> None:
     if len(state.deferred.partials) == MAX_PARTIALS:
         settle(state)
     state.deferred.partials.append(partial)
-
-
-def settle(state: State) -> None:
-    """Bring a state's tensors up to date, for a kernel that continues them."""
-    if state.deferred is None:
-        return
-    if state.deferred.untouched or state.deferred.partials:
-        merge_partials(state, state.deferred.partials, load=not state.deferred.untouched)
-    state.deferred.untouched = False
-    state.deferred.partials.clear()
