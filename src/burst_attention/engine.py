@@ -213,7 +213,7 @@ class PhaseRun:
         if self.ring.trace is not None:
             waited = waiting, time.perf_counter() - waiting
             blocks = tuple(visit.block for visit in step.visits)
-            times = tuple(pending.time for pending in finished if pending.sends or pending.receives)
+            times = tuple(self.ring.time_of(pending) for pending in finished if pending.sends or pending.receives)
             self.ring.trace.append(TraceEvent(self.plan.phase, step.index, blocks, *self.computed, *waited, times))
         for transfer in self.results_due.get(step.index, ()):
             self._combine(transfer, step)

@@ -121,7 +121,8 @@ class HeadExchange:
         self.ring.wait(pending)
         if self.ring.trace is not None:
             waited = packed, time.perf_counter() - packed
-            self.ring.trace.append(TraceEvent(where, 0, (), started, packed - started, *waited, (pending.time,)))
+            moved = (self.ring.time_of(pending),)
+            self.ring.trace.append(TraceEvent(where, 0, (), started, packed - started, *waited, moved))
         for peer in self.plan.members(self.group):
             for name in names:
                 take(peer, name, give(mine, name) if peer == mine else incoming[peer][1][name])

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from burst_attention.ring import TraceEvent
+from burst_attention.ring import TraceEvent, TransferTime
+from burst_attention.topology import BETWEEN, INSIDE
 
 Traces = Sequence[Sequence[TraceEvent]]
 """Every rank's trace, in rank order."""
 
-COLOURS = {"compute": "#4c78a8", "wait": "#e45756", "inside": "#72b7b2", "between": "#f2a93b"}
-LANES = ("inside", "between")
+COLOURS = {"compute": "#4c78a8", "wait": "#e45756", INSIDE: "#72b7b2", BETWEEN: "#f2a93b"}
 WIDTH, LEFT, ROW, BAR = 1000, 70, 44, 18
 
 
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
     rank: int
     kind: str
-    """"compute", "wait", or the kind of transfer."""
+    """"compute", "wait", or for transfers the links they go over: "inside" a host, or "between" hosts."""
     name: str
     start: float
     end: float
@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
 
 def spans(traces: Traces) -> Iterator[Span]:
-    """All that happened, rank by rank. Transfers of a flat ring are all of one kind."""
+    """All that happened, rank by rank. Transfers posted together that are of both kinds are a span of each."""
     for rank, events in enumerate(traces):
         for event in events:
             about = {"phase": event.phase, "round": event.round, "blocks": list(event.blocks)}
@@ -42,15 +42,23 @@ def spans(traces: Traces) -> Iterator[Span]:
             yield Span(rank, "compute", name, event.started, event.started + event.compute, about)
             yield Span(rank, "wait", name, event.waited_from, event.waited_from + event.wait, about)
             for moved in event.transfers:
-                sizes = {"sent_bytes": moved.sent_bytes, "received_bytes": moved.received_bytes}
-                yield Span(rank, LANES[moved.lane], name, moved.posted, moved.done, about | sizes)
+                for kind, (sent, received) in _by_link(moved).items():
+                    sizes = {"sent_bytes": sent, "received_bytes": received}
+                    yield Span(rank, kind, name, moved.posted, moved.done, about | sizes)
+
+
+def _by_link(moved: TransferTime) -> dict[str, tuple[int, int]]:
+    """Bytes sent and received over each kind of link that transfers went over."""
+    between = moved.sent_between, moved.received_between
+    inside = moved.sent_bytes - between[0], moved.received_bytes - between[1]
+    return {kind: sizes for kind, sizes in ((INSIDE, inside), (BETWEEN, between)) if any(sizes)}
 
 
 def chrome_trace(traces: Traces) -> dict[str, Any]:
-    """The Trace Event Format: a process per rank, with a line for compute and waits and one per kind of transfer."""
+    """The Trace Event Format: a process per rank, with a line for compute and waits and one per kind of link."""
     found = list(spans(traces))
     zero = min((span.start for span in found), default=0.0)
-    lines = {"compute": 0, "wait": 0, "inside": 1, "between": 2}
+    lines = {"compute": 0, "wait": 0, INSIDE: 1, BETWEEN: 2}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         for rank in range(len(traces))
@@ -85,7 +93,7 @@ def timeline(traces: Traces) -> str:
     for rank in range(len(traces)):
         parts.append(f'<text x="{LEFT - 10}" y="{rank * ROW + 26}" text-anchor="end">rank {rank}</text>')
     for span in found:
-        top = span.rank * ROW + {"inside": 8 + BAR, "between": 8 + 1.5 * BAR}.get(span.kind, 8.0)
+        top = span.rank * ROW + {INSIDE: 8 + BAR, BETWEEN: 8 + 1.5 * BAR}.get(span.kind, 8.0)
         tall = BAR if span.kind in ("compute", "wait") else BAR / 2 - 1
         left, wide = LEFT + scale * (span.start - zero), max(scale * (span.end - span.start), 0.3)
         parts.append(
@@ -95,7 +103,7 @@ def timeline(traces: Traces) -> str:
         )
     for index, (kind, colour) in enumerate(COLOURS.items()):
         left = LEFT + 160 * index
-        word = {"inside": "transfer", "between": "transfer over several rounds"}.get(kind, kind)
+        word = {INSIDE: "transfer inside a host", BETWEEN: "transfer between hosts"}.get(kind, kind)
         parts.append(f'<rect x="{left}" y="{height - 34}" width="14" height="14" fill="{colour}"/>')
         parts.append(f'<text x="{left + 20}" y="{height - 22}">{word}</text>')
     parts.append(f'<text x="{WIDTH - 20}" y="{height - 22}" text-anchor="end">{length:.2f} s</text>')

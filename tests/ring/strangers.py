@@ -1,4 +1,4 @@
-"""Something that is no rank, and speaks where ranks meet: at a gloo port, or in the store's file."""
+"""Something that is no rank, where ranks meet: at a gloo port, at that of a store, or in the store's file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import random
 import socket
 import struct
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -73,3 +75,26 @@ def late(name: str, seconds: Callable[[], float]) -> Any:
         return original(*args, **kwargs)
 
     return mock.patch.object(dist, name, later)
+
+
+@contextmanager
+def no_store(answer: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A port of the loopback interface where every connection is accepted, and answered in another way than a store's.
+
+    Connections that the answer does not close stay open.
+    """
+    with ExitStack() as held:
+        listener = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def serve() -> None:
+            with suppress(OSError):  # The listener is closed when the test ends.
+                while True:
+                    connection = held.enter_context(listener.accept()[0])
+                    with suppress(OSError):
+                        answer(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1]
+        with suppress(OSError):
+            # Closing alone would leave the thread in its accept.
+            listener.shutdown(socket.SHUT_RDWR)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from burst_attention.hosts import Hosts, hosts_refusal
+from tests.ring.strangers import no_store
 from tests.train.commands import (
     SECONDS,
     Command,
@@ -187,6 +188,17 @@ def test_the_ranks_of_torchrun_train_alike(whole: Path, tmp_path: Path) -> None:
     _, errors = started.communicate(timeout=SECONDS)
     assert started.returncode == 0, errors
     assert rows(out) == rows(whole)
+
+
+def test_a_rank_of_a_job_does_not_outlast_a_store_that_is_none(tmp_path: Path) -> None:
+    """Something accepts at MASTER_PORT and says nothing."""
+    with no_store(lambda connection: None) as port:
+        variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        started = real(arguments(tmp_path / "run", timeout=2), variables)
+        _, errors = started.communicate(timeout=SECONDS)
+    place = f"rank 1, rendezvous: no store of torch answered at 127.0.0.1:{port} within 2 s; "
+    assert started.returncode == 1
+    assert errors.startswith(f"burst train: {place}") and errors.count("\n") == 1, errors
 
 
 @pytest.mark.skipif(hosts_refusal() is not None, reason="no hosts can be made here")

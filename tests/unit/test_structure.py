@@ -21,7 +21,7 @@ LAYERS = [
     {"layout"},
     {"schedule"},
     {"options", "tiles", "ring"},
-    {"agreement", "engine", "logits"},
+    {"agreement", "engine", "logits", "rendezvous"},
     {"ops", "loss"},
     {"heads_ops"},
     {"api"},

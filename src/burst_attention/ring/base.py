@@ -59,12 +59,6 @@ class Pending:
     error: tuple[Parcel, Exception] | None = None
 
     @property
-    def time(self) -> TransferTime:
-        """When it was under way; on a GPU, until the host had told the device to wait for it."""
-        sent, received = (sum(parcel.tensor.nbytes for parcel in end) for end in (self.sends, self.receives))
-        return TransferTime(self.posted_at, self.done_at, sent, received, self.lane)
-
-    @property
     def lane(self) -> int:
         """Transfers of one lane complete in the order they were posted; another lane does not wait for them."""
         return next((parcel.channel // CHANNELS_PER_LANE for parcel in (*self.sends, *self.receives)), 0)
@@ -78,7 +72,9 @@ class TransferTime:
     done: float
     sent_bytes: int
     received_bytes: int
-    lane: int
+    sent_between: int
+    received_between: int
+    """Of these bytes, those to and from ranks of other hosts."""
 
 
 @dataclass(frozen=True)
@@ -266,6 +262,15 @@ class Ring(ABC):
             return
         self._finish(pending)
         pending.done_at = pending.done_at or time.perf_counter()
+
+    def time_of(self, pending: Pending) -> TransferTime:
+        """When transfers were under way; on a GPU, until the host had told the device to wait for them."""
+        sizes = [
+            sum(parcel.tensor.nbytes for parcel in end if anywhere or self.hosts[parcel.peer] != self.hosts[self.rank])
+            for anywhere in (True, False)
+            for end in (pending.sends, pending.receives)
+        ]
+        return TransferTime(pending.posted_at, pending.done_at, *sizes)
 
     def _tell_all(self, record: dict[str, Any]) -> bytes:
         data = encode_record(record)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from burst_attention.ring.base import Parcel, Pending, Ring
+from burst_attention.ring.base import Parcel, Pending, Ring, TransferTime
 
 
 class PartOfRing(Ring):
@@ -37,6 +37,9 @@ class PartOfRing(Ring):
 
     def wait(self, pending: Pending) -> None:
         self.whole.wait(pending)
+
+    def time_of(self, pending: Pending) -> TransferTime:
+        return self.whole.time_of(pending)
 
     def abort(self, message: str) -> None:
         self.whole.abort(message)

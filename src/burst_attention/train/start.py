@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from burst_attention.rendezvous import MeetingError, meet
 from burst_attention.ring import RingError
 from burst_attention.train.config import TrainConfig
 from burst_attention.train.folders import CheckpointError
@@ -23,6 +24,8 @@ from burst_attention.train.processes import FAILED, STOPPED, WRONG, RankError, r
 
 CPU_RANKS = 2
 UNSHARDED = "unsharded"
+ENVIRONMENT = "env://"
+"""Where the ranks of a job meet; those of this machine alone meet at a file."""
 
 
 class NoGpuError(ValueError):
@@ -94,6 +97,8 @@ def _run_rank(config: TrainConfig, store: str, rank: int, ranks: int, local: int
         raise RankError(str(error), WRONG, 0) from error
     except OSError as error:
         raise RankError(f"rank {rank}: {error}", FAILED, 0) from error
+    except MeetingError as error:
+        raise RankError(str(error), FAILED, 2) from error
     except Exception as error:
         if _lost_a_rank(error):
             raise RankError(f"rank {rank} lost another rank: {str(error).splitlines()[0]}", FAILED, 2) from error
@@ -110,13 +115,17 @@ def _rank_of_a_job(config: TrainConfig, rank: int, ranks: int, local: int) -> in
     if config.compare and rank == 0 and not (Path(config.out) / UNSHARDED).exists():
         print(f"burst train: --compare has nothing to draw: {config.out} holds no unsharded run", file=sys.stderr)
     try:
-        status = _run_rank(config, "env://", rank, ranks, local)
+        status = _run_rank(config, ENVIRONMENT, rank, ranks, local)
     except RankError as error:
         if error.weight == 1:
             raise
         found_by_all = isinstance(error.__cause__, ValueError | CheckpointError)
         if rank == 0 or not found_by_all or isinstance(error.__cause__, NoGpuError):
             print(f"burst train: {error}", file=sys.stderr, flush=True)
+        if isinstance(error.__cause__, MeetingError):
+            # A thread may still be waiting inside torch: one that wakes while Python ends would abort the process.
+            sys.stdout.flush()
+            os._exit(error.status)
         return error.status
     return 0 if status == STOPPED else status
 
@@ -140,8 +149,11 @@ def _device(config: TrainConfig, rank: int, local: int) -> torch.device:
 def _group(config: TrainConfig, store: str, rank: int, ranks: int, device: torch.device) -> Iterator[None]:
     """The process group of all ranks, for as long as they train."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    limit = timedelta(seconds=config.timeout)
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=limit)
+    if store == ENVIRONMENT:
+        meet(backend, timeout=config.timeout, rank=rank, ranks=ranks)
+    else:
+        limit = timedelta(seconds=config.timeout)
+        dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=limit)
     yield
     # Not where a rank failed: its process ends, and taking leave of ranks that are gone could hang.
     dist.destroy_process_group()
