@@ -110,6 +110,10 @@ class _Meeting:
             if gpu is not None:
                 torch.cuda.set_device(gpu)
             store = self._store()
+            if self._agent_serves():
+                # As torch has it: ranks that torchrun starts again must not find what the ones before have left.
+                attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                store = dist.PrefixStore(f"/worker/attempt_{attempt}", store)  # type: ignore[attr-defined]
             self.answered = True
             self._call_the_roll(dist.PrefixStore("burst-meeting", store))  # type: ignore[attr-defined]
             self.lacking = f"{self.place}: all {self.ranks} ranks came to {self.store_place}, and were not connected"
@@ -158,8 +162,12 @@ class _Meeting:
         raise self.late()
 
     def _serves(self) -> bool:
-        """Whether the store is this rank's own; torchrun's agent says that it serves one itself."""
-        return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        """Whether the store is this rank's own."""
+        return self.rank == 0 and not self._agent_serves()
+
+    def _agent_serves(self) -> bool:
+        """Whether torchrun's agent says that it serves a store itself."""
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def _torch_store(self, seconds: float) -> Any:
         """As torch's env:// has it, but nobody is waited for: the roll call does that, and knows names."""

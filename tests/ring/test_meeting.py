@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -206,3 +207,32 @@ def test_what_cannot_be_met_at_is_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=words):
         meet("gloo", **options)
+
+
+RESTARTED = """
+import os, sys, time
+import torch.distributed as dist
+from burst_attention.rendezvous import meet
+again = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+if again and os.environ["RANK"] == "1":
+    time.sleep(2.0)
+meet("gloo", timeout=20.0)
+dist.barrier()
+if not again:
+    sys.exit(3)
+print("met again")
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_torchrun_starts_again_meet_again(tmp_path: Path) -> None:
+    """What the ranks before them left at the agent's store is not theirs."""
+    script = tmp_path / "script.py"
+    script.write_text(RESTARTED)
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "--max-restarts", "1", "--monitor-interval", "0.1", str(script)],
+        env=environment(), capture_output=True, text=True, timeout=90,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("met again") == 2, run.stderr
