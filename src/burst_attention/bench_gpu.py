@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from burst_attention.bench import append_rows, machine
+from burst_attention.bench_breakdown import breakdown_rows
 from burst_attention.bench_kernels import mask_rows, size_rows, tile_rows
 from burst_attention.bench_million import million_rows
-from burst_attention.bench_tax import RANKS_TIMED, TAX_CASES, breakdown_rows, tax_rows
+from burst_attention.bench_tax import TAX_CASES, tax_rows
 
 Rows = Iterator[dict[str, Any]]
 PARTS: dict[str, Callable[[int], Rows]] = {
-    "tax": lambda repeat: tax_rows(TAX_CASES, repeat, RANKS_TIMED),
-    "breakdown": lambda repeat: itertools.chain(*(breakdown_rows(case, 3) for case in TAX_CASES[:2])),
+    "tax": lambda repeat: tax_rows(TAX_CASES, repeat),
+    "breakdown": breakdown_rows,
     "tiles": tile_rows,
     "sizes": size_rows,
     "masks": mask_rows,

@@ -6,6 +6,7 @@ alone: what other ranks would send is handed over by reference, or copied on a s
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -24,6 +25,8 @@ from burst_attention.ring.lone import LoneRing
 from burst_attention.schedule import PhasePlan, Plan
 
 WARM_UPS = 3
+LONG_MS = 200.0
+"""A call that takes longer is timed twice, after one that warms up."""
 HEAD_START_CYCLES = 20_000_000
 
 
@@ -59,24 +62,48 @@ class TaxCase:
         return made
 
 
+MAIN_CASES = tuple(
+    TaxCase(tokens_per_rank=tokens, kv_heads=kv_heads) for kv_heads in (32, 8) for tokens in (8192, 4096)
+)
+GRID = tuple(
+    TaxCase(ranks, tokens, kv_heads=kv_heads, causal=causal)
+    for ranks, tokens in sorted(itertools.product((2, 4, 8, 16), (2048, 4096, 8192, 16384)), key=math.prod)
+    for kv_heads in (32, 8)
+    for causal in (True, False)
+)
+TAX_CASES = (*MAIN_CASES, *(case for case in GRID if case not in MAIN_CASES))
+"""Those that are measured in all variants, and the rest of the grid, the shortest first."""
+VARIANTS = (("auto", 2, False), ("auto", 1, False), ("auto", 2, True), ("cudnn", 2, False))
+"""(kernel, blocks at once, copies); cuDNN by name only where no faster flash was activated."""
+RANKS_TIMED = (0, 2, 3, 7, 15)
+"""The first, the last, and those whose coalesced blocks lie on both sides of the diagonal."""
+HOST_REPEAT = 5
+
+
 def median_ms(run: Callable[[], Any], repeat: int) -> float:
     """Median milliseconds on the device, each repetition between its own events.
 
     The device is kept busy before each, so that launches are enqueued ahead as they are in the middle of a training
     step; `host_ms` says what they cost the host.
     """
-    for _ in range(WARM_UPS):
+    run()
+    first = _timed(run)
+    if first > LONG_MS:
+        return (first + _timed(run)) / 2
+    for _ in range(WARM_UPS - 2):
         run()
-    times = []
-    for _ in range(repeat):
-        torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return float(statistics.median(times))
+    return float(statistics.median(_timed(run) for _ in range(repeat)))
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    """Milliseconds on the device of one call that is enqueued ahead."""
+    torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end))
 
 
 def host_ms(run: Callable[[], Any], repeat: int) -> float:
@@ -127,8 +154,15 @@ def _made_up_block(case: TaxCase, phase: PhasePlan, result: bool, nbytes: int, d
 
 def lone_calls(case: TaxCase, rank: int, copies: bool, **options: Any) -> dict[str, Callable[[], Any]]:
     """One rank's forward and backward, by themselves."""
-    made = case.plan(**{name: value for name, value in options.items() if name in ("coalesce", "direction")})
-    ring = LoneRing(rank, case.ranks, made_up_blocks(case, made, "cuda"), copies)
+    made = case.plan(**_of_plan(options))
+    return _calls_on(LoneRing(rank, case.ranks, made_up_blocks(case, made, "cuda"), copies), case, options)
+
+
+def _of_plan(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in ("coalesce", "direction")}
+
+
+def _calls_on(ring: LoneRing, case: TaxCase, options: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     q, k, v, dout = made_inputs(case, case.tokens_per_rank)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
 
@@ -147,7 +181,32 @@ def rank_ms(case: TaxCase, rank: int, *, copies: bool, repeat: int, **options: A
     """Milliseconds of one rank's forward and backward, on the device and on the host."""
     calls = lone_calls(case, rank, copies, **options)
     times = {phase: median_ms(call, repeat) for phase, call in calls.items()}
-    return times | {f"{phase}_host": host_ms(call, repeat) for phase, call in calls.items()}
+    return times | {f"{phase}_host": host_ms(call, min(repeat, HOST_REPEAT)) for phase, call in calls.items()}
+
+
+def copies_ms(case: TaxCase, rank: int, repeat: int, **options: Any) -> dict[str, float]:
+    """Milliseconds of a rank's receives by themselves, as device copies with nothing beside them."""
+    ring = LoneRing(rank, case.ranks, made_up_blocks(case, case.plan(**_of_plan(options)), "cuda"), copies=True)
+    found = {}
+    for phase, call in _calls_on(ring, case, options).items():
+        ring.copied.clear()
+        call()
+        copied = list(ring.copied)
+        found[phase] = median_ms(lambda copied=copied: [target.copy_(made) for target, made in copied], repeat)  # type: ignore[misc]
+    return found
+
+
+def peak_gib(case: TaxCase, rank: int, **options: Any) -> float:
+    """What one rank's forward and backward hold at most beyond their inputs, buffers of the ring among it."""
+    ring = LoneRing(rank, case.ranks, lambda what, nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cuda"))
+    q, k, v, dout = made_inputs(case, case.tokens_per_rank)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = burst_attention(q, k, v, ring=ring, check="off", **case.options, **options)
+    torch.autograd.grad(out, (q, k, v), dout)
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
 def made_inputs(case: TaxCase, tokens: int) -> tuple[Tensor, ...]:
@@ -178,29 +237,30 @@ def whole_ms(case: TaxCase, name: str, repeat: int) -> tuple[float, float]:
     return median_ms(calls["forward"], repeat), median_ms(calls["backward"], repeat)
 
 
-def tax_rows(cases: Sequence[TaxCase], repeat: int, ranks: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
-    """The ring tax of each case in all variants.
-
-    `ranks` narrows whom to time; the slowest of those is taken.
-    """
+def tax_rows(cases: Sequence[TaxCase], repeat: int, ranks: Sequence[int] = RANKS_TIMED) -> Iterator[dict[str, Any]]:
+    """The ring tax of each case, and of some in all variants; the slowest of the `ranks` that exist is taken."""
     for case in cases:
         timed = {name: whole for name in ("cudnn", "flash") if (whole := _try_whole(case, name, repeat)) is not None}
-        row = _case_fields(case) | {"suite": "gpu-tax", "flash": flash_name(), "repeat": repeat}
+        row = case_fields(case) | {"suite": "gpu-tax", "flash": flash_name(), "repeat": repeat}
         for name, (forward, backward) in timed.items():
             row |= {f"whole_{name}_forward_ms": forward, f"whole_{name}_backward_ms": backward}
         best = [min(whole[index] for whole in timed.values()) for index in (0, 1)]
-        chosen = range(case.ranks) if ranks is None else [rank for rank in ranks if rank < case.ranks]
-        for kernel, coalesce, copies in VARIANTS:
+        chosen = [rank for rank in ranks if rank < case.ranks]
+        for kernel, coalesce, copies in VARIANTS if case in MAIN_CASES else VARIANTS[:1]:
             if kernel == "cudnn" and flash_name() != "FA2":
                 continue
             options = {"kernel": kernel, "coalesce": coalesce}
-            times = [rank_ms(case, rank, copies=copies, repeat=repeat, **options) for rank in chosen]
-            slowest = {name: max(found[name] for found in times) for name in times[0]}
+            times = {rank: rank_ms(case, rank, copies=copies, repeat=repeat, **options) for rank in chosen}
+            slowest = {name: max(found[name] for found in times.values()) for name in times[chosen[0]]}
+            last = max(chosen, key=lambda rank: times[rank]["backward"])
+            alone = copies_ms(case, last, repeat, **options) if copies else {}
             yield row | {
                 "kernel": kernel,
                 "coalesce": coalesce,
                 "copies": copies,
-                "ranks_timed": list(chosen),
+                "ranks_timed": chosen,
+                **{f"{phase}_copies_ms": round(value, 4) for phase, value in alone.items()},
+                "peak_gib": round(peak_gib(case, last, **options), 3),
                 **{f"{name}_ms": round(value, 4) for name, value in slowest.items()},
                 "forward_tax": round(case.ranks * slowest["forward"] / best[0], 4),
                 "backward_tax": round(case.ranks * slowest["backward"] / best[1], 4),
@@ -216,7 +276,8 @@ def _try_whole(case: TaxCase, name: str, repeat: int) -> tuple[float, float] | N
         return None
 
 
-def _case_fields(case: TaxCase) -> dict[str, Any]:
+def case_fields(case: TaxCase) -> dict[str, Any]:
+    """A case as a row has it."""
     return {**asdict(case), "dtype": str(case.dtype).removeprefix("torch.")}
 
 
@@ -225,81 +286,3 @@ def flash_name() -> str:
     from burst_attention.tiles.cuda import active_flash
 
     return active_flash()
-
-
-TAX_CASES = (
-    TaxCase(),
-    TaxCase(tokens_per_rank=4096),
-    TaxCase(kv_heads=8),
-    TaxCase(tokens_per_rank=4096, kv_heads=8),
-    TaxCase(ranks=2),
-    TaxCase(ranks=4),
-    TaxCase(ranks=4, tokens_per_rank=16384),
-    TaxCase(tokens_per_rank=2048),
-    TaxCase(ranks=16, tokens_per_rank=4096),
-    TaxCase(causal=False, tokens_per_rank=4096),
-    TaxCase(causal=False, kv_heads=8),
-)
-VARIANTS = (("auto", 2, False), ("auto", 1, False), ("auto", 2, True), ("cudnn", 2, False))
-"""(kernel, blocks at once, copies); cuDNN by name only where no faster flash was activated."""
-RANKS_TIMED = (0, 2, 3, 7, 15)
-"""The first, the last, and those whose coalesced blocks lie on both sides of the diagonal."""
-
-KINDS = {
-    "attention's own passes": ("preprocess", "postprocess"),
-    "attention": ("flash", "sdpa", "cudnn", "hopper_"),
-    "merge": ("_merge_kernel",),
-    "sums and packing": ("_sum_kernel",),
-    "stand-in and delta": ("_stand_in_kernel", "_delta_kernel"),
-    "bench": ("distribution", "spin_kernel"),
-}
-"""What a device kernel's name says of its purpose, the first that fits; "bench" is the benchmark's own: not counted."""
-
-
-def kind_of(kernel_name: str) -> str:
-    """The purpose of a device kernel."""
-    return next((kind for kind, marks in KINDS.items() if any(mark in kernel_name for mark in marks)), "other")
-
-
-def breakdown_rows(case: TaxCase, rank: int, repeat: int = 3) -> Iterator[dict[str, Any]]:
-    """Where a rank's time on the device goes, by torch's profiler, and a whole attention's for each rank."""
-    name = "cudnn" if flash_name() == "FA2" else "flash"
-    whole, lone = whole_calls(case, name), lone_calls(case, rank, copies=False, coalesce=2)
-    for phase in whole:
-        row = _case_fields(case) | {"suite": "gpu-breakdown", "flash": flash_name(), "phase": phase}
-        for what, call, share in (
-            (f"whole, by {case.ranks}", whole[phase], case.ranks),
-            (f"rank {rank}", lone[phase], 1),
-        ):
-            spent, launches = _time_by_purpose(call, repeat)
-            yield row | {
-                "what": what,
-                "microseconds": {kind: round(value / share) for kind, value in spent.items()},
-                "launches": launches,
-                "unprofiled_us": round(1e3 * median_ms(call, 3 * repeat) / share),
-            }
-
-
-def _time_by_purpose(call: Callable[[], Any], repeat: int) -> tuple[dict[str, float], int]:
-    """Microseconds on the device by purpose, with those in which it was idle between kernels, and kernels launched."""
-    for _ in range(WARM_UPS):
-        call()
-    spent: dict[str, float] = {}
-    launches = 0
-    for _ in range(repeat):
-        with torch.profiler.profile() as profile:
-            torch.cuda._sleep(2 * HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
-            call()
-            torch.cuda.synchronize()
-        kernels = sorted(
-            (event.time_range.start, event.time_range.end, kind_of(event.name))
-            for event in profile.events() or ()
-            if "CUDA" in str(event.device_type)
-        )
-        kernels = [kernel for kernel in kernels if kernel[2] != "bench"]
-        busy_until, launches = kernels[0][0], len(kernels)
-        for start, end, kind in kernels:
-            spent["idle"] = spent.get("idle", 0.0) + max(start - busy_until, 0.0) / repeat
-            spent[kind] = spent.get(kind, 0.0) + max(end - max(start, busy_until), 0.0) / repeat
-            busy_until = max(busy_until, end)
-    return spent, launches

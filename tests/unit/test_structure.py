@@ -29,6 +29,7 @@ LAYERS = [
     {"exactness", "hosts", "peers", "trace", "integrations"},
     {"check", "bench", "train"},
     {"bench_tax", "bench_million", "bench_peers", "bench_loss", "bench_train"},
+    {"bench_breakdown"},
     {"bench_hosts"},
     {"bench_kernels"},
     {"bench_gpu"},

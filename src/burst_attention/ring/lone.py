@@ -27,6 +27,8 @@ class LoneRing(Ring):
     def __init__(self, rank: int, size: int, maker: Maker, copies: bool = False) -> None:
         super().__init__(f"lone-{next(_numbers)}", rank, size, DEFAULT_TIMEOUT, Inbox())
         self._maker, self._copies = maker, copies
+        self.copied: list[tuple[Tensor, Tensor]] = []
+        """(buffer, what was copied there), to be copied again by themselves."""
         on_gpu = copies and torch.cuda.is_available()
         self._stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
 
@@ -44,6 +46,7 @@ class LoneRing(Ring):
                 kind = "result" if parcel.channel % 2 else "operand"
                 made = self._maker(f"{pending.where.split()[0]} {kind} copied", parcel.tensor.nbytes)
                 parcel.tensor.copy_(made)
+                self.copied.append((parcel.tensor, made))
 
     def _finish(self, pending: Pending) -> None:
         if self._stream is not None:

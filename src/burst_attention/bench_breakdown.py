@@ -1,0 +1,88 @@
+"""The part of `burst bench gpu` that says where a rank's time goes, by torch's profiler, beside a whole attention's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from burst_attention.bench_tax import (
+    HEAD_START_CYCLES,
+    MAIN_CASES,
+    RANKS_TIMED,
+    WARM_UPS,
+    TaxCase,
+    case_fields,
+    flash_name,
+    lone_calls,
+    median_ms,
+    whole_calls,
+)
+
+PROFILED = 3
+"""Calls under the profiler, of which the mean is taken."""
+KINDS = {
+    "attention's own passes": ("preprocess", "postprocess"),
+    "attention": ("flash", "sdpa", "cudnn", "hopper_"),
+    "merge": ("_merge_kernel",),
+    "sums and packing": ("_sum_kernel",),
+    "stand-in and delta": ("_stand_in_kernel", "_delta_kernel"),
+    "bench": ("distribution", "spin_kernel"),
+}
+"""What a device kernel's name says of its purpose, the first that fits; "bench" is the benchmark's own: not counted."""
+
+
+def kind_of(kernel_name: str) -> str:
+    """The purpose of a device kernel."""
+    return next((kind for kind, marks in KINDS.items() if any(mark in kernel_name for mark in marks)), "other")
+
+
+def breakdown_rows(repeat: int, cases: Sequence[TaxCase] = MAIN_CASES) -> Iterator[dict[str, Any]]:
+    """The slowest rank of each case and phase, and a whole attention divided by the ranks."""
+    name = "cudnn" if flash_name() == "FA2" else "flash"
+    for case in cases:
+        row = case_fields(case) | {"suite": "gpu-breakdown", "flash": flash_name()}
+        for phase, call in whole_calls(case, name).items():
+            yield row | {"phase": phase, "kernel": name, "what": "whole"} | _spent(call, repeat, case.ranks)
+        for kernel in ("auto", "cudnn") if name == "cudnn" else ("auto",):
+            ranks = {rank: lone_calls(case, rank, copies=False, coalesce=2, kernel=kernel) for rank in RANKS_TIMED[:-1]}
+            for phase in ("forward", "backward"):
+                slowest = max(ranks, key=lambda rank: median_ms(ranks[rank][phase], repeat))
+                found = _spent(ranks[slowest][phase], repeat, 1)
+                yield row | {"phase": phase, "kernel": kernel, "what": "slowest rank", "rank": slowest} | found
+
+
+def _spent(call: Callable[[], Any], repeat: int, share: int) -> dict[str, Any]:
+    """A call's time by purpose, divided by `share`, its launches, and its time without the profiler."""
+    spent, launches = _time_by_purpose(call, PROFILED)
+    return {
+        "microseconds": {kind: round(value / share) for kind, value in spent.items()},
+        "launches": launches,
+        "unprofiled_us": round(1e3 * median_ms(call, repeat) / share),
+    }
+
+
+def _time_by_purpose(call: Callable[[], Any], repeat: int) -> tuple[dict[str, float], int]:
+    """Microseconds on the device by purpose, with those in which it was idle between kernels, and kernels launched."""
+    for _ in range(WARM_UPS):
+        call()
+    spent: dict[str, float] = {}
+    launches = 0
+    for _ in range(repeat):
+        with torch.profiler.profile() as profile:
+            torch.cuda._sleep(2 * HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+            call()
+            torch.cuda.synchronize()
+        kernels = sorted(
+            (event.time_range.start, event.time_range.end, kind_of(event.name))
+            for event in profile.events() or ()
+            if "CUDA" in str(event.device_type)
+        )
+        kernels = [kernel for kernel in kernels if kernel[2] != "bench"]
+        busy_until, launches = kernels[0][0], len(kernels)
+        for start, end, kind in kernels:
+            spent["idle"] = spent.get("idle", 0.0) + max(start - busy_until, 0.0) / repeat
+            spent[kind] = spent.get(kind, 0.0) + max(end - max(start, busy_until), 0.0) / repeat
+            busy_until = max(busy_until, end)
+    return spent, launches
