@@ -1,4 +1,4 @@
-"""Starting a run: by torch's own process starter on this machine, or as one rank of torchrun's or SLURM's job."""
+"""Starting a run: under torch's elastic agent on this machine, or as one rank of torchrun's or SLURM's job."""
 
 from __future__ import annotations
 
