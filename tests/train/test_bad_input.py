@@ -19,9 +19,11 @@ from burst_attention.launch import run_processes
 from burst_attention.train import start
 from burst_attention.train.config import TrainConfig
 from burst_attention.train.folders import read_record
+from burst_attention.train.model import make_model
 from burst_attention.train.parallel import agreed
 from tests.train.commands import TINY, arguments, run, saved, trained
 
+transformers = pytest.importorskip("transformers")
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
 
 
@@ -54,7 +56,7 @@ def tiny(**changes: Any) -> str:
 
 CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "unknown-model": (lambda _: {"model": "nosuch"}, "there is no model 'nosuch'"),
-    "no-language-model": (lambda _: {"model": "t5"}, "cannot make a causal language model of the family t5: "),
+    "no-language-model": (lambda _: {"model": "t5"}, "the family 't5' has no causal language model in transformers"),
     "softcap": (lambda _: {"model": "gemma2"}, "caps its scores"),
     "own-mask": (lambda _: {"model": "gemma3_text", "model_config": tiny(use_bidirectional_attention=True)}, "mask"),
     "dropout": (lambda _: {"model_config": tiny(attention_dropout=0.1)}, "dropout is not implemented"),
@@ -80,6 +82,38 @@ def test_bad_input_is_one_line_and_leaves_nothing(case: str, tmp_path: Path) -> 
     words = arguments(tmp_path / "run", **settings(tmp_path))
     assert said in refused(words, tmp_path)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("lama", "there is no model 'lama': neither a folder nor a family that transformers knows; near it: llama, "),
+        ("vit", "the family 'vit' has no causal language model in transformers; near it: git; "),
+        ("t5", "the family 't5' has no causal language model in transformers; "),
+        ("x" * 200, f"there is no model '{'x' * 40}...': neither a folder nor a family that transformers knows; "),
+    ],
+)
+def test_a_wrong_family_is_told_briefly_with_those_near_it(model: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}.*--model list prints all families$") as caught:
+        make_model(TrainConfig(model=model), 257)
+    assert len(str(caught.value)) <= 200
+
+
+def test_what_a_family_says_at_length_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    def from_config(*_: Any, **__: Any) -> Any:
+        raise KeyError("a word and another " * 100)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", from_config)
+    with pytest.raises(ValueError, match=r"^cannot make a causal .* family llama: 'a word and .* \.\.\.$") as caught:
+        make_model(TrainConfig(), 257)
+    assert len(str(caught.value)) <= 200
+
+
+def test_all_families_can_be_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert start.train(TrainConfig(model="list")) == 0
+    printed = capsys.readouterr().out.split()
+    assert {"llama", "qwen3", "gpt2"} <= set(printed) and "vit" not in printed
+    assert printed == sorted(printed)
 
 
 @linux

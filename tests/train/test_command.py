@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from burst_attention.hosts import Hosts, hosts_refusal
+from tests.ring.listening import listening
 from tests.ring.strangers import no_store
 from tests.train.commands import (
     SECONDS,
@@ -154,6 +155,18 @@ def test_stopped_before_the_sharded_run_a_comparison_goes_on(tmp_path: Path) -> 
     found = trained(out, **job, resume=True)
     torch.testing.assert_close(losses(found), losses(rows(out / "unsharded")), rtol=1e-5, atol=0)
     assert json.loads((out / "summary.json").read_text())["compared_steps"] == 8
+
+
+def test_nothing_listens_outside_this_machine(tmp_path: Path) -> None:
+    """Neither the ranks, while they train, nor what has started them."""
+    out = tmp_path / "run"
+    with Command(arguments(out, steps=10000, save_every=0), tmp_path) as command:
+        until(lambda: logged(out) >= 1, "a step")
+        for rank in command.ranks():
+            found = listening([rank])
+            assert found and all(address.is_loopback for address, _ in found), found
+        # What it was forked from may hold some; it adds none.
+        assert listening([command.process.pid]) == listening([os.getpid()])
 
 
 def imports_torch(pid: int) -> bool:

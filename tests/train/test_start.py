@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-from burst_attention.train import start
+from burst_attention.train import processes, start
 from burst_attention.train.config import TrainConfig
-from burst_attention.train.processes import FAILED, STOPPED, WRONG, _Watch
+from burst_attention.train.processes import FAILED, STOPPED, WRONG, RankError, _Watch, run_ranks
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -149,3 +154,68 @@ def test_of_all_that_ranks_say_the_cause_is_told(
     watch = _Watch(2, asked=asked, ended=ended)
     assert watch.status({0: {}, 1: {}, **told_by}) == status
     assert capsys.readouterr().err == (f"burst train: {line}\n" if line else "")
+
+
+Ranks = Callable[[Callable[[int], int], int], int]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    """Run a function of the rank in forked processes; the status of all."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("processes are forked")
+    monkeypatch.setattr(processes, "START_METHOD", "fork")
+    return lambda body, count: run_ranks(lambda told, store, rank, ranks: body(rank), None, count)
+
+
+def test_the_ranks_are_started_by_torchs_elastic_agent(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, run = [], SimpleElasticAgent.run
+    monkeypatch.setattr(SimpleElasticAgent, "run", lambda agent: results.append(run(agent)))
+    assert ranks(lambda rank: STOPPED if rank else 0, 3) == STOPPED
+    assert [(result.state.name, result.return_values) for result in results] == [
+        ("SUCCEEDED", {0: 0, 1: STOPPED, 2: STOPPED})
+    ]
+
+
+def test_the_agent_does_not_ask_for_this_hosts_name(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where DNS does not answer, that takes many seconds, and torch's agent asks for every event."""
+    asked: list[Any] = []
+    monkeypatch.setattr(socket, "getfqdn", lambda *names: asked.append(names) or "here")
+    assert ranks(lambda rank: 0, 2) == 0
+    assert not asked
+
+
+def test_ranks_that_end_together_are_not_waited_for(ranks: Ranks) -> None:
+    begun = time.monotonic()
+    for _ in range(5):
+        assert ranks(lambda rank: 0, 2) == 0
+    assert time.monotonic() - begun < 20
+
+
+def test_after_a_failure_the_others_may_say_what_they_know(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    def body(rank: int) -> int:
+        if rank == 0:
+            raise RankError("rank 0 lost another rank", FAILED, 2)
+        time.sleep(1.0)
+        raise RankError("the cause", WRONG, 0)
+
+    assert ranks(body, 2) == WRONG
+    assert capsys.readouterr().err == "burst train: the cause\n"
+
+
+def test_after_a_failure_a_silent_rank_is_killed(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "LAST_SECONDS", 0.5)
+
+    def body(rank: int) -> int:
+        if rank == 1:
+            raise RankError("the cause", FAILED, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+        return 0
+
+    begun = time.monotonic()
+    assert ranks(body, 2) == FAILED
+    assert time.monotonic() - begun < 20
+    assert capsys.readouterr().err == "burst train: the cause\n"

@@ -14,6 +14,8 @@ from burst_attention.layout import LAYOUT_NAMES
 MASKS = ("causal", "documents", "window", "documents-window")
 DTYPES = ("float32", "bfloat16")
 CHECKPOINTING = ("none", "full", "selective")
+LIST = "list"
+"""In place of a model: print the families that there are."""
 
 
 def _setting(default: Any, help: str, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
@@ -24,7 +26,9 @@ def _setting(default: Any, help: str, choices: tuple[str, ...] = (), least: floa
 class TrainConfig:
     """Every setting of `burst train`; the command line's names are these, with - for _."""
 
-    model: str = _setting("llama", "a family made from a config (llama, qwen3, mistral, ...), a folder or a hub id")
+    model: str = _setting(
+        "llama", "a family made from a config (llama, qwen3, ...), a folder, a hub id; list: all families"
+    )
     model_config: str = _setting("", "settings of such a config as JSON, or the path of a JSON file")
     data: str = _setting("stdlib", "a text file, a folder, JSON lines, a datasets folder; stdlib: Python's own source")
     text_key: str = _setting("text", "the key of a document's text in JSON lines")

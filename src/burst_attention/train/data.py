@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-STDLIB = "stdlib"
+STDLIB, BYTES = "stdlib", "bytes"
 LINES_SUFFIX = ".jsonl"
 SUFFIXES = (".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cpp", ".cu", ".rs", ".go", ".java", ".js", ".ts")
 # Left out of the standard library: what others installed, tests, games, and what differs between builds of one Python.
@@ -105,7 +105,7 @@ class PretrainedTokenizer:
 
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer "bytes", or a local folder with a tokenizer.json, or the hub's of that name."""
-    if name == "bytes":
+    if name == BYTES:
         return ByteTokenizer()
     if os.path.isdir(name):
         if not os.path.isfile(os.path.join(name, "tokenizer.json")):

@@ -20,7 +20,7 @@ from burst_attention.layout import Layout
 from burst_attention.ring import Ring
 from burst_attention.train import checkpoint
 from burst_attention.train.config import TrainConfig
-from burst_attention.train.data import Packed, PackedData, load_data, load_tokenizer, sequence_index
+from burst_attention.train.data import BYTES, Packed, PackedData, load_data, load_tokenizer, sequence_index
 from burst_attention.train.export import export
 from burst_attention.train.flops import peak_flops, step_flops
 from burst_attention.train.model import TrainedModel, make_model, require_transformers
@@ -50,6 +50,8 @@ class Trainer:
         self.model = TrainedModel(inner, self.ring, config).to(ranks.device)
         shard_model(self.model, ranks, config)
         self.optimizer = make_optimizer(self.model, config)
+        local = config.tokenizer != BYTES and Path(config.tokenizer).is_dir()
+        self.tokenizer = Path(config.tokenizer) if local else None
         self.step = 0
 
     def run(self) -> bool:
@@ -82,7 +84,7 @@ class Trainer:
 
     def finish(self, compare_rows: list[dict[str, Any]] | None = None) -> None:
         """Write the weights for others to load, and on the first rank the report."""
-        export(self.folder / EXPORT, self.model.model)
+        export(self.folder / EXPORT, self.model.model, self.tokenizer)
         if self.ranks.is_first:
             settings = asdict(self.config) | {"parameters": self.parameters, "ranks": self.config.ranks}
             print(write_report(self.folder, settings, read_log(self.folder / LOG), compare_rows), flush=True)

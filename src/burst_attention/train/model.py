@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,10 @@ from burst_attention.integrations.transformers import enable
 from burst_attention.loss import linear_cross_entropy
 from burst_attention.mask import Mask, causal, window
 from burst_attention.ring import Ring
-from burst_attention.train.config import TrainConfig
+from burst_attention.train.config import LIST, TrainConfig
 
+NAME_LENGTH, REASON_LENGTH = 40, 100
+"""Characters of what others wrote in a line for the user."""
 SMALL: dict[str, Any] = {
     "hidden_size": 480,
     "intermediate_size": 1536,
@@ -43,6 +46,14 @@ def require_transformers() -> None:
         raise ValueError(
             "burst train needs transformers; install it with: pip install 'burst-attention[train]'"
         ) from None
+
+
+def families() -> list[str]:
+    """The families of causal language models in transformers; what one of them does may still be refused."""
+    require_transformers()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def make_model(config: TrainConfig, vocab_size: int) -> Any:
@@ -76,8 +87,7 @@ def make_model(config: TrainConfig, vocab_size: int) -> Any:
 def _from_family(config: TrainConfig, settings: dict[str, Any], vocab_size: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if config.model not in AutoConfig.for_model.__globals__["CONFIG_MAPPING"]:
-        raise ValueError(f"there is no model {config.model!r}: neither a folder nor a family that transformers knows")
+    _require_family(config.model)
     given = {**SMALL, "max_position_embeddings": max(config.tokens, 2048), "attention_dropout": 0.0, **settings}
     given = {"vocab_size": vocab_size, "tie_word_embeddings": False, **given}
     if given["vocab_size"] < vocab_size:
@@ -86,8 +96,8 @@ def _from_family(config: TrainConfig, settings: dict[str, Any], vocab_size: int)
         known, made = AutoConfig.for_model(config.model), AutoConfig.for_model(config.model, **given)
         model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     except Exception as error:
-        # What is wrong with a config each family says in its own way.
-        reason = " ".join(str(error).split())
+        # What is wrong with a config each family says in its own way, some at length.
+        reason = textwrap.shorten(str(error), REASON_LENGTH, placeholder=" ...")
         raise ValueError(f"cannot make a causal language model of the family {config.model}: {reason}") from None
     for name in settings:
         if not hasattr(known, name) and name not in SMALL:
@@ -95,6 +105,21 @@ def _from_family(config: TrainConfig, settings: dict[str, Any], vocab_size: int)
             hint = f"; is {near[0]!r} meant?" if near else ""
             raise ValueError(f"--model-config: the family {config.model} has no setting {name!r}{hint}")
     return model
+
+
+def _require_family(name: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    known = families()
+    if name in known:
+        return
+    near = difflib.get_close_matches(name, known, 2)
+    hint = f"; near it: {', '.join(near)}" if near else ""
+    shown = repr(name if len(name) <= NAME_LENGTH else name[:NAME_LENGTH] + "...")
+    fault = f"there is no model {shown}: neither a folder nor a family that transformers knows"
+    if name in CONFIG_MAPPING:
+        fault = f"the family {shown} has no causal language model in transformers"
+    raise ValueError(f"{fault}{hint}; --model {LIST} prints all families")
 
 
 def _model_settings(text: str) -> dict[str, Any]:

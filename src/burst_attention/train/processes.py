@@ -1,4 +1,4 @@
-"""The ranks of a run as processes of this machine: started by torch, watched until all have ended, none left behind."""
+"""The ranks of a run as processes of this machine: under torch's elastic agent, none left behind at the end."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.events.api import Event, EventSource
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.multiprocessing.spawn import start_processes
 
 from burst_attention.launch import LOOPBACK
@@ -50,12 +60,9 @@ def run_ranks(body: Body, told: Any, ranks: int) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="burst-train-") as folder, _environment(ranks):
         watch = _Watch(ranks)
+        agent = _Agent(watch, (body, told, folder, ranks))
         with watch.signals():
-            with _interrupts_held():
-                started = start_processes(  # type: ignore[no-untyped-call]
-                    _enter, (body, told, folder, ranks), ranks, join=False, start_method=START_METHOD
-                )
-            watch.until_all_end(started.processes)
+            agent.run()
         told_by = {rank: _read(Path(folder, f"error-{rank}")) for rank in range(ranks)}
     return watch.status(told_by)
 
@@ -89,26 +96,6 @@ class _Watch:
         for process in self.processes:
             process.terminate() if len(self.asked) == 1 else process.kill()
 
-    def until_all_end(self, processes: list[Any]) -> None:
-        """Wait; once a rank has failed, the others get a few seconds more and are then killed."""
-        self.processes, deadline = processes, float("inf")
-        try:
-            if self.asked:  # while they were started
-                for process in processes:
-                    process.terminate()
-            while running := [process for process in processes if process.exitcode is None]:
-                if any(process.exitcode not in (None, 0, STOPPED) for process in processes):
-                    deadline = min(deadline, time.monotonic() + LAST_SECONDS)
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                wait([process.sentinel for process in running], min(left, 60.0))
-        finally:
-            self.ended = {rank: p.exitcode for rank, p in enumerate(processes) if p.exitcode is not None}
-            for process in processes:
-                process.kill()
-                process.join()
-
     def status(self, told_by: dict[int, dict[str, Any]]) -> int:
         """The status of the command; a failure's cause is printed."""
         codes = set(self.ended.values())
@@ -128,6 +115,82 @@ class _Watch:
             print(trace, end="", file=sys.stderr)
         print(f"burst train: {words}", file=sys.stderr, flush=True)
         return int(status)
+
+
+class _Agent(SimpleElasticAgent):
+    """torch's elastic agent, extended as it is meant to be: by how its workers are started, watched and ended.
+
+    Its own extension for one machine, `LocalElasticAgent`, would end all ranks at the first failure, before the others
+    can say what they know of it, and leave semaphores behind when it is killed together with its ranks.
+    """
+
+    def __init__(self, watch: _Watch, told: tuple[Any, ...]) -> None:
+        super().__init__(WorkerSpec("rank", watch.ranks, _Alone(), entrypoint=_enter, args=told, max_restarts=0))
+        self._watch, self._deadline = watch, float("inf")
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec = worker_group.spec
+        with _interrupts_held():
+            started = start_processes(  # type: ignore[no-untyped-call]
+                spec.entrypoint, spec.args, spec.local_world_size, join=False, start_method=START_METHOD
+            )
+        self._watch.processes = started.processes
+        if self._watch.asked:  # while they were started
+            for process in started.processes:
+                process.terminate()
+        return dict(enumerate(started.pids()))
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Wait for a rank to end; once one has failed, the others get a few seconds more."""
+        processes = self._watch.processes
+        ended = {rank: p.exitcode for rank, p in enumerate(processes) if p.exitcode is not None}
+        failed = not set(ended.values()) <= {0, STOPPED}
+        if failed:
+            self._deadline = min(self._deadline, time.monotonic() + LAST_SECONDS)
+        left = self._deadline - time.monotonic()
+        if len(ended) < len(processes) and left > 0:
+            wait([p.sentinel for rank, p in enumerate(processes) if rank not in ended], min(left, 60.0))
+            return RunResult(WorkerState.HEALTHY)
+        self._watch.ended = ended
+        return RunResult(WorkerState.FAILED if failed else WorkerState.SUCCEEDED, return_values=ended)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown()
+
+    def _shutdown(self, *_: Any, **__: Any) -> None:
+        for process in self._watch.processes:
+            process.kill()
+            process.join()
+
+    def _construct_event(self, *_: Any, **__: Any) -> Event:
+        # Events go nowhere here, and torch's would ask for this host's full name, which a slow DNS lets wait.
+        return Event("rank", EventSource.AGENT)
+
+
+class _Alone(RendezvousHandler):
+    """One agent has no other to meet: its store stays in this process, where torch's own would listen on a port."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(master_addr="", master_port=0))
+
+    def get_backend(self) -> str:
+        return "alone"
+
+    def get_run_id(self) -> str:
+        return "burst-train"
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
 
 
 def _name(number: int) -> str:

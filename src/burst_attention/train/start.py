@@ -1,4 +1,4 @@
-"""Starting a run: by torch's own process starter on this machine, or as one rank of torchrun's or SLURM's job."""
+"""Starting a run: under torch's elastic agent on this machine, or as one rank of torchrun's or SLURM's job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from burst_attention.rendezvous import MeetingError, meet
 from burst_attention.ring import RingError
-from burst_attention.train.config import TrainConfig
+from burst_attention.train.config import LIST, TrainConfig
 from burst_attention.train.folders import CheckpointError
 from burst_attention.train.processes import FAILED, STOPPED, WRONG, RankError, run_ranks
 
@@ -34,6 +34,11 @@ class NoGpuError(ValueError):
 
 def train(config: TrainConfig) -> int:
     """Run `burst train`; the exit status."""
+    if config.model == LIST:
+        from burst_attention.train.model import families
+
+        print("\n".join(families()))
+        return 0
     under = _ranks_of_a_job()
     if under is not None:
         return _rank_of_a_job(config, *under)
