@@ -16,7 +16,7 @@ from burst_attention.mask import causal
 from burst_attention.ring import Ring, run_ranks
 
 TOKENS, RANKS, HEADS, HEAD_DIM = 1 << 20, 8, 32, 128
-KEY_HEADS = (8, 32)
+KEY_HEADS = (32, 8)
 LARGEST_ERROR = 0.01
 """Relative, rms: some three times what bf16's rounding of inputs and results leaves."""
 QUERY_BLOCK, KEY_BLOCK = 8192, 32768

@@ -9,11 +9,13 @@ from typing import Any
 _ONE_AT_A_TIME = threading.Lock()
 
 
-def start(kernel_on_grid: Callable[..., Any]) -> Callable[..., None]:
-    """What launches `kernel[grid]`. Ranks that are threads meet a new kernel together, and would each compile it."""
+def start(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """What calls `launch`, such as `kernel[grid]`. Ranks that are threads meet a new kernel together, and would each
+    compile it; FlashAttention-4's compiler ends the process where two threads are in it.
+    """
 
-    def launch(*arguments: Any, **options: Any) -> None:
+    def launch_alone(*arguments: Any, **options: Any) -> Any:
         with _ONE_AT_A_TIME:
-            kernel_on_grid(*arguments, **options)
+            return launch(*arguments, **options)
 
-    return launch
+    return launch_alone

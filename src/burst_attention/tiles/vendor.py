@@ -21,6 +21,7 @@ from burst_attention.schedule import PhasePlan, Round
 from burst_attention.tiles.fused import merge_partials, stand_in_for_out
 from burst_attention.tiles.gpu import DeferringKernel, settle
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
+from burst_attention.tiles.start import start
 
 Saved = tuple[Any, ...]
 
@@ -103,14 +104,14 @@ class FlashKernel(VendorKernel):
     name = "flash"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        out, lse, *_ = start(torch.ops.aten._scaled_dot_product_flash_attention)(q, k, v, 0.0, causal, scale=scale)
         return out, lse
 
     def gradients(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        found: tuple[Tensor, Tensor, Tensor] = start(torch.ops.aten._scaled_dot_product_flash_attention_backward)(
             dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[0], scale=scale
         )
         return found
