@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from line_chart import line_chart
 from table_rows import PAGE, Row, heads_of, latest, of_suite
 
@@ -13,24 +15,47 @@ KERNELS = {("auto", "FA4"): "FA4", ("auto", "FA2"): "cuDNN, ours", ("cudnn", "FA
 
 def gpu_tax_table() -> list[str]:
     lines = [
-        "| W | S | mask | heads | kernels | blocks at once | receives | forward tax | backward tax "
-        "| ms of the slowest rank | whole, fastest, ms | host, ms | planned peak | GPU, torch, commit |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| S | heads | kernels | blocks at once | receives, ms by themselves | forward tax | backward tax "
+        "| ms of the slowest rank | whole, fastest, ms | host, ms | peak: measured, planned | GPU, torch, commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    keys = ("ranks", "tokens_per_rank", "causal", "kv_heads", "coalesce", "copies", "flash", "kernel")
-    for row in latest(of_suite("gpu-tax"), *keys):
+    keys = ("tokens_per_rank", "kv_heads", "coalesce", "copies", "flash", "kernel")
+    rows = [row for row in of_suite("gpu-tax") if row["ranks"] == 8 and row["causal"] and "peak_gib" in row]
+    rows = latest([row for row in rows if row["tokens_per_rank"] in (4096, 8192)], *keys)
+    for row in sorted(rows, key=lambda row: (row["flash"] == "FA2", -row["tokens_per_rank"], -row["kv_heads"])):
         whole = [
             min(row[key] for key in row if key.startswith("whole_") and key.endswith(f"{phase}_ms"))
             for phase in ("forward", "backward")
         ]
+        receives = "by reference"
+        if row["copies"]:
+            receives = f"copied, {row['forward_copies_ms']:.2f} / {row['backward_copies_ms']:.2f}"
         lines.append(
-            f"| {row['ranks']} | {row['tokens_per_rank']} | {'causal, zigzag' if row['causal'] else 'full'} | "
-            f"{heads_of(row)} | {KERNELS[row['kernel'], row['flash']]} | {row['coalesce']} | "
-            f"{'copied' if row['copies'] else 'by reference'} | "
+            f"| {row['tokens_per_rank']} | {heads_of(row)} | {KERNELS[row['kernel'], row['flash']]} | "
+            f"{row['coalesce']} | {receives} | "
             f"**{row['forward_tax']:.3f}** | **{row['backward_tax']:.3f}** | "
             f"{row['forward_ms']:.2f} / {row['backward_ms']:.2f} | {whole[0]:.1f} / {whole[1]:.1f} | "
-            f"{row['forward_host_ms']:.1f} / {row['backward_host_ms']:.1f} | {row['planned_peak_gib']:.2f} GiB | "
-            f"{row['gpu']}, {row['torch']}, {row['commit']} |"
+            f"{row['forward_host_ms']:.1f} / {row['backward_host_ms']:.1f} | "
+            f"{row['peak_gib']:.2f}, {row['planned_peak_gib']:.2f} GiB | {row['gpu']}, {row['torch']}, {row['commit']} |"
+        )
+    return lines
+
+
+def gpu_grid_table() -> list[str]:
+    """Forward and backward tax by W and S."""
+    sizes = (2048, 4096, 8192, 16384)
+    lines = ["| mask, heads | W | " + " | ".join(f"S = {size}" for size in sizes) + " | GPU, torch, commit |"]
+    lines.append("|---|---|" + "---|" * (len(sizes) + 1))
+    keys = ("ranks", "tokens_per_rank", "causal", "kv_heads")
+    rows = [row for row in of_suite("gpu-tax") if row["flash"] == "FA4" and row["coalesce"] == 2 and not row["copies"]]
+    found = {tuple(row[key] for key in keys): row for row in rows}
+    for causal, kv_heads, ranks in itertools.product((True, False), (32, 8), (2, 4, 8, 16)):
+        line = {size: found.get((ranks, size, causal, kv_heads)) for size in sizes}
+        cells = [f"{row['forward_tax']:.2f}, {row['backward_tax']:.2f}" if row else "" for row in line.values()]
+        some = next(row for row in line.values() if row)
+        lines.append(
+            f"| {'causal, zigzag' if causal else 'full'}, {heads_of(some)} | {ranks} | {' | '.join(cells)} | "
+            f"{some['gpu']}, {some['torch']}, {some['commit']} |"
         )
     return lines
 
@@ -38,14 +63,19 @@ def gpu_tax_table() -> list[str]:
 def gpu_breakdown_table() -> list[str]:
     kinds = ("attention", "attention's own passes", "merge", "sums and packing", "stand-in and delta", "other", "idle")
     lines = [
-        f"| S | kernels | phase | what | {' | '.join(kinds)} | all | not profiled | launches | GPU, torch, commit |",
+        f"| S | heads | phase | kernels, what | {' | '.join(kinds)} | all | not profiled | launches | GPU, torch, commit |",
         "|---|---|---|---|" + "---|" * (len(kinds) + 4),
     ]
-    for row in latest(of_suite("gpu-breakdown"), "tokens_per_rank", "flash", "phase", "what"):
+    rows = [row for row in of_suite("gpu-breakdown") if row["what"] in ("whole", "slowest rank")]
+    rows = latest(rows, "tokens_per_rank", "kv_heads", "flash", "phase", "kernel", "what")
+    for row in sorted(rows, key=lambda row: (row["flash"] == "FA2", -row["tokens_per_rank"], -row["kv_heads"])):
         spent = row["microseconds"]
+        what = f"{kernel_name(row)}, whole by {row['ranks']}"
+        if row["what"] != "whole":
+            what = f"{KERNELS[row['kernel'], row['flash']]}, rank {row['rank']}"
         cells = " | ".join(f"{spent.get(kind, 0):,}" for kind in kinds)
         lines.append(
-            f"| {row['tokens_per_rank']} | {KERNELS['auto', row['flash']]} | {row['phase']} | {row['what']} | "
+            f"| {row['tokens_per_rank']} | {heads_of(row)} | {row['phase']} | {what} | "
             f"{cells} | {sum(spent.values()):,} | {row['unprofiled_us']:,} | {row['launches']} | "
             f"{row['gpu']}, {row['torch']}, {row['commit']} |"
         )
@@ -121,6 +151,13 @@ def gpu_million_table() -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in latest(of_suite("gpu-million"), "tokens", "kv_heads"):
+        if not row.get("fits", True):
+            lines.append(
+                f"| {row['tokens']:,} | {row['heads']}/{row['kv_heads']} | does not fit | | | planned "
+                f"{row['planned_peak_gib']:.2f} GiB, inputs {row['inputs_gib']:.0f}, the card {row['card_gib']:.1f} | | "
+                f"{row['gpu']}, {row['torch']}, {row['commit']} |"
+            )
+            continue
         errors = ", ".join(f"{value:.2%}" for value in row["rms_errors"].values())
         lines.append(
             f"| {row['tokens']:,} | {row['heads']}/{row['kv_heads']} | {row['forward_s']:.1f} "

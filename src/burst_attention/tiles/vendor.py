@@ -33,7 +33,11 @@ class VendorKernel(DeferringKernel):
         return piece.is_full or (piece.is_causal and piece.q_count == piece.k_count)
 
     def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
-        """Partials that wait, or backward's stand-in for out and its three gradients before they are added."""
+        """Partials that wait, or backward's stand-in for out, its gradients before they are added, and its own sums.
+
+        Those are of dq in fp32 and, where query heads share a key head, of dk and dv: what FA4 and cuDNN were seen to
+        hold (docs/benchmarks.md).
+        """
         shapes = phase.shapes
         size = shapes.dtype.itemsize
         queries = max(piece.q_count for piece in step.pieces) * shapes.batch * shapes.heads
@@ -42,7 +46,10 @@ class VendorKernel(DeferringKernel):
             return queries * (MAX_PARTIALS * (shapes.value_dim * size + 4))
         query_side = shapes.head_dim + (2 * shapes.value_dim if visiting and phase.direction == "query" else 0)
         waiting = MAX_PARTIALS * keys * (shapes.head_dim + shapes.value_dim)
-        return (queries * query_side + waiting) * size
+        inside = queries * shapes.head_dim
+        if shapes.kv_heads < shapes.heads:
+            inside += keys * (shapes.head_dim + shapes.value_dim)
+        return (queries * query_side + waiting) * size + inside * 4
 
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         for piece in pieces:
