@@ -21,7 +21,7 @@ def latest(rows: list[Row], *keys: str) -> list[Row]:
     """The last row of each distinct combination of keys, in order of first appearance."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        found[tuple(row[key] for key in keys)] = row
+        found[tuple(row.get(key) for key in keys)] = row
     return list(found.values())
 
 

@@ -36,7 +36,8 @@ def gpu_tax_table() -> list[str]:
             f"**{row['forward_tax']:.3f}** | **{row['backward_tax']:.3f}** | "
             f"{row['forward_ms']:.2f} / {row['backward_ms']:.2f} | {whole[0]:.1f} / {whole[1]:.1f} | "
             f"{row['forward_host_ms']:.1f} / {row['backward_host_ms']:.1f} | "
-            f"{row['peak_gib']:.2f}, {row['planned_peak_gib']:.2f} GiB | {row['gpu']}, {row['torch']}, {row['commit']} |"
+            f"{row['peak_gib']:.2f}, {row['planned_peak_gib']:.2f} GiB | "
+            f"{row['gpu']}, {row['torch']}, {row['commit']} |"
         )
     return lines
 
@@ -63,15 +64,16 @@ def gpu_grid_table() -> list[str]:
 def gpu_breakdown_table() -> list[str]:
     kinds = ("attention", "attention's own passes", "merge", "sums and packing", "stand-in and delta", "other", "idle")
     lines = [
-        f"| S | heads | phase | kernels, what | {' | '.join(kinds)} | all | not profiled | launches | GPU, torch, commit |",
+        f"| S | heads | phase | what | {' | '.join(kinds)} | all | not profiled | launches | GPU, torch, commit |",
         "|---|---|---|---|" + "---|" * (len(kinds) + 4),
     ]
     rows = [row for row in of_suite("gpu-breakdown") if row["what"] in ("whole", "slowest rank")]
     rows = latest(rows, "tokens_per_rank", "kv_heads", "flash", "phase", "kernel", "what")
     for row in sorted(rows, key=lambda row: (row["flash"] == "FA2", -row["tokens_per_rank"], -row["kv_heads"])):
         spent = row["microseconds"]
-        what = f"{kernel_name(row)}, whole by {row['ranks']}"
-        if row["what"] != "whole":
+        if row["what"] == "whole":
+            what = f"{kernel_name(row)}, whole by {row['ranks']}"
+        else:
             what = f"{KERNELS[row['kernel'], row['flash']]}, rank {row['rank']}"
         cells = " | ".join(f"{spent.get(kind, 0):,}" for kind in kinds)
         lines.append(
@@ -154,7 +156,8 @@ def gpu_million_table() -> list[str]:
         if not row.get("fits", True):
             lines.append(
                 f"| {row['tokens']:,} | {row['heads']}/{row['kv_heads']} | does not fit | | | planned "
-                f"{row['planned_peak_gib']:.2f} GiB, inputs {row['inputs_gib']:.0f}, the card {row['card_gib']:.1f} | | "
+                f"{row['planned_peak_gib']:.2f} GiB, inputs {row['inputs_gib']:.0f}, the card {row['card_gib']:.1f} "
+                "| | "
                 f"{row['gpu']}, {row['torch']}, {row['commit']} |"
             )
             continue
