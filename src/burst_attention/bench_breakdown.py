@@ -10,7 +10,6 @@ import torch
 from burst_attention.bench_tax import (
     HEAD_START_CYCLES,
     MAIN_CASES,
-    RANKS_TIMED,
     WARM_UPS,
     TaxCase,
     case_fields,
@@ -46,7 +45,9 @@ def breakdown_rows(repeat: int, cases: Sequence[TaxCase] = MAIN_CASES) -> Iterat
         for phase, call in whole_calls(case, name).items():
             yield row | {"phase": phase, "kernel": name, "what": "whole"} | _spent(call, repeat, case.ranks)
         for kernel in ("auto", "cudnn") if name == "cudnn" else ("auto",):
-            ranks = {rank: lone_calls(case, rank, copies=False, coalesce=2, kernel=kernel) for rank in RANKS_TIMED[:-1]}
+            ranks = {
+                rank: lone_calls(case, rank, copies=False, coalesce=2, kernel=kernel) for rank in range(case.ranks)
+            }
             for phase in ("forward", "backward"):
                 slowest = max(ranks, key=lambda rank: median_ms(ranks[rank][phase], repeat))
                 found = _spent(ranks[slowest][phase], repeat, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -38,10 +40,19 @@ def gpu(
         from torch.nn.attention import activate_flash_attention_impl
 
         activate_flash_attention_impl(flash)
-    about = machine() | {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    about = machine() | {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, **_versions()}
     rows = []
     for row in itertools.chain(*(make(repeat) for part, make in PARTS.items() if only in (None, part))):
         rows.append(row | about)
         print(json.dumps(row), flush=True)
         append_rows(output, rows[-1:])
     return rows
+
+
+def _versions() -> dict[str, str]:
+    """Of what computes beside torch, where it is installed."""
+    found = {"cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
+    for package in ("triton", "flash-attn-4"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found

@@ -98,7 +98,7 @@ def mask_rows(repeat: int) -> Iterator[dict[str, Any]]:
         row = {"suite": "gpu-masks", "mask": name, "tokens": MASK_TOKENS, "repeat": repeat}
         calls = {
             "triton": _our_calls(mask, layout, q, k, v, dout),
-            "flex": _flex_calls(pieces, q, k, v, dout),
+            "flex": _flex_calls(name, pieces, q, k, v, dout),
         }
         _require_close(calls["triton"], calls["flex"])
         for kernel, (forward, backward) in calls.items():
@@ -159,17 +159,18 @@ def _require_close(ours: tuple[Callable[[], Any], ...], others: tuple[Callable[[
 
 
 def _flex_calls(
-    pieces: tuple[Piece, ...], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+    name: str, pieces: tuple[Piece, ...], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """torch's FlexAttention, compiled, with a block mask built beforehand."""
+    """torch's FlexAttention, compiled, with a block mask built beforehand, written as its users write it."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     first, last = (edge.to(q.device) for edge in key_ranges(pieces, q.shape[2]))
-
-    def allowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j >= first[i]) & (j < last[i])
-
-    block_mask = create_block_mask(allowed, None, None, q.shape[2], k.shape[2], device="cuda")
+    rules: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+        "causal": lambda b, h, i, j: j <= i,
+        "causal window 1024": lambda b, h, i, j: (j <= i) & (i - j < 1024),
+        "causal documents": lambda b, h, i, j: (j >= first[i]) & (j < last[i]),
+    }
+    block_mask = create_block_mask(rules[name], None, None, q.shape[2], k.shape[2], device="cuda")
     attend: Any = torch.compile(flex_attention, dynamic=False)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves, block_mask=block_mask)

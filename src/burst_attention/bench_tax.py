@@ -75,8 +75,9 @@ TAX_CASES = (*MAIN_CASES, *(case for case in GRID if case not in MAIN_CASES))
 """Those that are measured in all variants, and the rest of the grid, the shortest first."""
 VARIANTS = (("auto", 2, False), ("auto", 1, False), ("auto", 2, True), ("cudnn", 2, False))
 """(kernel, blocks at once, copies); cuDNN by name only where no faster flash was activated."""
-RANKS_TIMED = (0, 2, 3, 7, 15)
-"""The first, the last, and those whose coalesced blocks lie on both sides of the diagonal."""
+RANKS_TIMED = (*range(8), 11, 15)
+"""Of a ring of up to 8 all. The slowest is one whose coalesced blocks lie on both sides of the diagonal: 2, 4 or 6 in
+forward, 1, 3 or 5 in backward, where W is 8."""
 HOST_REPEAT = 5
 
 

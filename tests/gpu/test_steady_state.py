@@ -139,7 +139,7 @@ def test_backward_gives_the_same_bits_twice_where_torch_is_asked_to() -> None:
 
 
 def test_queries_whose_gradient_is_zero_give_no_nan() -> None:
-    """Masked labels: whole rows of dout are 0, also in what visits."""
+    """Masked labels: whole rows of dout at home are 0; test_vendor_kernels.py has those that visit."""
     for kernel in ("auto", "triton"):
         ring, leaves, dout = watched(kernel)
         dout[:, :, ::3] = 0.0

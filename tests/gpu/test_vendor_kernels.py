@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 
+from burst_attention import Layout, Ring, burst_attention, causal, run_ranks
 from burst_attention.exactness import Problem, Sharding
+from burst_attention.reference import allowed_pairs, reference_gradients
 from tests.gpu.test_exactness_on_cuda import judge_on_gpu
 from tests.gpu.test_hopper_kernels import ERROR, PIECES, make_tile, relative
 
@@ -69,3 +71,22 @@ def test_rows_may_lie_apart(kernel: str, name: str, packed: bool) -> None:
     _, *gradients = tile.backward()
     for gradient, right in zip(found, gradients, strict=True):
         assert relative(gradient, right[:, :, rows]) < 2 * ERROR[torch.bfloat16]
+
+
+def test_visiting_queries_without_a_gradient_give_no_nan(kernel: str) -> None:
+    """Masked labels: dout is 0 in whole rows, and what stands in for out there must be 0 too."""
+    layout, generator = Layout.zigzag(1024, 4), torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, heads, 1024, 128, generator=generator).bfloat16() for heads in (4, 2, 2, 4))
+    dout[:, :, ::3] = 0.0
+
+    def body(ring: Ring) -> list[Tensor]:
+        leaves = [layout.shard(x, ring.rank, 2).cuda().requires_grad_() for x in (q, k, v)]
+        out = burst_attention(*leaves, ring=ring, mask=causal(), layout=layout, kernel=kernel, direction="query")
+        return [x.cpu() for x in torch.autograd.grad(out, leaves, layout.shard(dout, ring.rank, 2).cuda())]
+
+    shards = run_ranks(body, 4, timeout=300)
+    positions = torch.arange(1024)
+    exact = reference_gradients(q, k, v, dout, allowed_pairs(causal(), positions, positions))
+    for index, name in enumerate(("dq", "dk", "dv")):
+        found = layout.unshard([shard[index] for shard in shards], 2)
+        assert relative(found, getattr(exact, name)) < 4 * ERROR[torch.bfloat16], name

@@ -45,7 +45,9 @@ class VendorKernel(DeferringKernel):
         if phase.phase == "forward":
             return queries * (MAX_PARTIALS * (shapes.value_dim * size + 4))
         query_side = shapes.head_dim + (2 * shapes.value_dim if visiting and phase.direction == "query" else 0)
-        waiting = MAX_PARTIALS * keys * (shapes.head_dim + shapes.value_dim)
+        # Parts wait for the side that stays at home.
+        stays = queries * shapes.head_dim if phase.direction == "kv" else keys * (shapes.head_dim + shapes.value_dim)
+        waiting = stays * min(MAX_PARTIALS, max(sum(len(step.pieces) for step in rounds) for rounds in phase.rounds))
         inside = queries * shapes.head_dim
         if shapes.kv_heads < shapes.heads:
             inside += keys * (shapes.head_dim + shapes.value_dim)
