@@ -9,6 +9,7 @@ TRAIN_READY = $(VENV)/ready-train
 TRAIN ?=
 # These import transformers and torch's compiler, and ranks are forked: from a small process that is several times faster.
 HEAVY = tests/integrations tests/train
+ALONE = tests/unit tests/interpreted
 
 .PHONY: train demo test test-gpu sanitize lint types test-all soak bench clean
 
@@ -21,10 +22,15 @@ demo: $(TRAIN_READY)
 
 # Without GPUs: autograd's device threads would keep the tests from forking ranks. `make test-gpu` is for GPUs.
 # Our Triton kernels run in Triton's interpreter, which must be chosen before they are imported: a process of its own.
+# Plans and kernels need one core and no other process: their tests run beside the others, and are told at the end.
 test: lint types
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(addprefix --ignore=,$(HEAVY))
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(HEAVY)
-	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
+	@echo "$(BIN)/python -m pytest $(ALONE), TRITON_INTERPRET=1 for the last: beside the following, told at the end"
+	@( CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/unit \
+	   && CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted \
+	 ) > $(VENV)/alone.log 2>&1 & alone=$$!; \
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(addprefix --ignore=,$(HEAVY) $(ALONE)) \
+	 && CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(HEAVY); status=$$?; \
+	wait $$alone || status=1; cat $(VENV)/alone.log; exit $$status
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu
