@@ -25,7 +25,8 @@ demo: $(TRAIN_READY)
 # Plans and kernels need one core and no other process: their tests run beside the others, and are told at the end.
 test: lint types
 	@echo "$(BIN)/python -m pytest $(ALONE), TRITON_INTERPRET=1 for the last: beside the following, told at the end"
-	@( CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/unit \
+	@trap 'kill 0' INT TERM; \
+	( CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/unit \
 	   && CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted \
 	 ) > $(VENV)/alone.log 2>&1 & alone=$$!; \
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(addprefix --ignore=,$(HEAVY) $(ALONE)) \
