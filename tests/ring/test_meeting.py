@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from burst_attention.launch import LOOPBACK
 from burst_attention.rendezvous import MeetingError, meet
+from tests.interpreters import environment
 from tests.ring.strangers import no_store
-from tests.train.commands import environment
 
 SECONDS = 3.0
 SLACK = 1.0

@@ -24,6 +24,7 @@ from typing import Any
 from burst_attention.cli import main
 from burst_attention.launch import _let_threads_end
 from burst_attention.train import processes
+from tests.interpreters import environment
 
 # Once here is cheaper than in every forked rank.
 for _module in (
@@ -35,7 +36,6 @@ for _module in (
 ):
     importlib.import_module(_module)
 
-ROOT = Path(__file__).parents[2]
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -146,12 +146,6 @@ def real(words: list[str], env: Mapping[str, str] | None = None, starter: tuple[
     return subprocess.Popen(
         command, env=environment(env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-
-
-def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Of a new interpreter: this source tree, one thread a rank."""
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **(more or {})}
 
 
 def rows(out: Path) -> list[dict[str, Any]]:

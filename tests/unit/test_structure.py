@@ -107,3 +107,16 @@ def test_files_and_functions_stay_small(path: Path) -> None:
             body = node.body[1:] if ast.get_docstring(node) else node.body
             size = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
             assert size <= 60, f"{path.name}: {node.name} has {size} lines"
+
+
+def test_tests_that_fork_ranks_import_nothing_heavy() -> None:
+    """A rank is forked from the process that collected the tests, and a large one is several times slower to fork."""
+    folders = [Path(__file__).parents[1] / name for name in ("ring", "hosts", "gpu")]
+    modules = sorted(f"tests.{path.parent.name}.{path.stem}" for folder in folders for path in folder.glob("*.py"))
+    asked = f"import importlib, sys\nfor name in {modules}:\n    importlib.import_module(name)\nprint(*sys.modules)"
+    skip = "import pytest\npytest.skip = lambda *_, **__: None\n"
+    found = subprocess.run(
+        [sys.executable, "-c", skip + asked], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
+    heavy = {"transformers", "torch._dynamo", "torch._inductor", "deepspeed"} & set(found.stdout.split())
+    assert not heavy, f"{sorted(heavy)} imported by collecting them"
