@@ -128,13 +128,15 @@ def test_several_messages_keep_their_order(ring: Ring) -> None:
 @pytest.mark.gpu
 @ON_GPU[1]
 def test_a_message_is_what_was_computed_before_it_was_posted(ring: Ring) -> None:
-    """Long kernels before and after the post, on the same stream: the message lies between them, and wait ends it."""
-    block = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
+    """A long kernel before the post, and a write at once after wait: the message lies between them.
+
+    Nothing long stands after the post, or a wait that does not wait would go unseen.
+    """
+    block = torch.zeros(256 * MIB, dtype=torch.uint8, device="cuda")
     got = torch.empty_like(block)
     torch.cuda._sleep(50_000_000)
     block.fill_(7)
     pending = ring.post([Parcel(0, 0, block, "block")], [Parcel(0, 0, got, "block")], "forward round 0")
-    torch.cuda._sleep(50_000_000)
     ring.wait(pending)
     block.fill_(9)
     assert int(got.min()) == int(got.max()) == 7
