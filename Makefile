@@ -8,8 +8,9 @@ READY = $(VENV)/ready
 TRAIN_READY = $(VENV)/ready-train
 TRAIN ?=
 # These import transformers and torch's compiler, and ranks are forked: from a small process that is several times faster.
-HEAVY = tests/integrations tests/train
-ALONE = tests/unit tests/interpreted
+TRAIN_TESTS = tests/train
+# These need little more than one core: they run beside the others, and are told at the end.
+BESIDE = tests/unit tests/interpreted tests/integrations
 
 .PHONY: train demo test test-gpu sanitize lint types test-all soak bench clean
 
@@ -22,16 +23,16 @@ demo: $(TRAIN_READY)
 
 # Without GPUs: autograd's device threads would keep the tests from forking ranks. `make test-gpu` is for GPUs.
 # Our Triton kernels run in Triton's interpreter, which must be chosen before they are imported: a process of its own.
-# Plans and kernels need one core and no other process: their tests run beside the others, and are told at the end.
+test: export CUDA_VISIBLE_DEVICES =
 test: lint types
-	@echo "$(BIN)/python -m pytest $(ALONE), TRITON_INTERPRET=1 for the last: beside the following, told at the end"
+	@echo "$(BIN)/python -m pytest, for each of $(BESIDE): beside the following, told at the end"
 	@trap 'kill 0' INT TERM; \
-	( CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/unit \
-	   && CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted \
-	 ) > $(VENV)/alone.log 2>&1 & alone=$$!; \
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(addprefix --ignore=,$(HEAVY) $(ALONE)) \
-	 && CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(HEAVY); status=$$?; \
-	wait $$alone || status=1; cat $(VENV)/alone.log; exit $$status
+	( status=0; for part in $(BESIDE); do \
+	     if [ $$part = tests/interpreted ]; then export TRITON_INTERPRET=1; else unset TRITON_INTERPRET; fi; \
+	     $(BIN)/python -m pytest $$part || status=1; \
+	  done; exit $$status ) > $(VENV)/beside.log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(TRAIN_TESTS) $(BESIDE)) && $(BIN)/python -m pytest $(TRAIN_TESTS); \
+	status=$$?; wait $$beside || status=1; cat $(VENV)/beside.log; exit $$status
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu

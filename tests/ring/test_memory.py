@@ -15,7 +15,7 @@ from burst_attention.tiles import TileKernel, cpu_flash
 from burst_attention.tiles.cpu_flash import CpuFlashKernel
 from burst_attention.tiles.plain import PlainKernel
 
-SHARD, HEADS, HEAD_DIM = 512, 8, 64
+SHARD, HEADS, HEAD_DIM = 256, 8, 64
 Case = tuple[str, str, str, torch.dtype, int, int]
 
 

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import those of earlier lines, and its neighbours within one package.
 LAYERS = [
-    {"version", "geometry"},
+    {"version", "geometry", "kept"},
     {"mask", "topology", "merge", "reference"},
     {"layout"},
     {"schedule"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 
@@ -20,6 +19,7 @@ from burst_attention.geometry import (
     subtract_rows,
     unite_rows,
 )
+from burst_attention.kept import kept
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask
 from burst_attention.schedule.bundles import DIRECTIONS, Heads, Shapes, make_bundle, moved_fields
@@ -32,7 +32,7 @@ PieceTable = tuple[tuple[Pieces, ...], ...]
 """pieces[query rank][key rank]"""
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def build_plan(
     mask: Mask,
     layout: Layout,
@@ -87,7 +87,7 @@ def _choose(
     return min(candidates, key=lambda plan: (plan.bytes_between_hosts, plan.total_bytes, plan.total_messages))
 
 
-@lru_cache(maxsize=16)
+@kept(16)
 def piece_table(mask: Mask, layout: Layout, key_layout: Layout) -> PieceTable:
     """The allowed pairs between every query rank and every key rank, as few pieces."""
     ranks, stride = range(layout.ring_size), max(layout.stride, key_layout.stride)

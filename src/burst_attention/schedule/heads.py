@@ -15,11 +15,11 @@ With one group it is what is known as Ulysses; with groups of one, a ring.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from burst_attention.kept import kept
 from burst_attention.layout import Layout, chunk_edges
 from burst_attention.mask import Mask
 from burst_attention.schedule.build import build_plan
@@ -242,7 +242,7 @@ class HeadsPlan:
         return describe_heads(self)
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def build_heads_plan(
     mask: Mask,
     layout: Layout,
@@ -265,7 +265,7 @@ def build_heads_plan(
     return HeadsPlan(layout, key_layout, shapes, split, rings, needs, wire_dtype, returns_lse)
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def _rows_in_group(layout: Layout, degree: int, rank: int) -> Tensor:
     together = layout.grouped(degree).positions(rank // degree)
     ordered, order = together.sort()
