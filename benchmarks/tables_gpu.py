@@ -54,9 +54,10 @@ def gpu_grid_table() -> list[str]:
         line = {size: found.get((ranks, size, causal, kv_heads)) for size in sizes}
         cells = [f"{row['forward_tax']:.2f}, {row['backward_tax']:.2f}" if row else "" for row in line.values()]
         some = next(row for row in line.values() if row)
+        commits = " and ".join(dict.fromkeys(row["commit"] for row in line.values() if row))
         lines.append(
             f"| {'causal, zigzag' if causal else 'full'}, {heads_of(some)} | {ranks} | {' | '.join(cells)} | "
-            f"{some['gpu']}, {some['torch']}, {some['commit']} |"
+            f"{some['gpu']}, {some['torch']}, {commits} |"
         )
     return lines
 
@@ -91,16 +92,21 @@ def kernel_name(row: Row) -> str:
     ]
 
 
+def named(rows: list[Row]) -> list[Row]:
+    """With the kernel's name, for ours and cuDNN are measured again beside each version of flash: the last serves."""
+    return [row | {"name": kernel_name(row)} for row in rows]
+
+
 def gpu_tiles_table() -> list[str]:
     lines = [
         "| queries x keys | kernel | forward, state carried | forward, plain | backward | GPU, torch, commit |",
         "|---|---|---|---|---|---|",
     ]
-    rows = latest(of_suite("gpu-tiles"), "rows", "cols", "causal", "kernel", "flash")
+    rows = latest(named(of_suite("gpu-tiles")), "rows", "cols", "causal", "name")
     for row in sorted(rows, key=lambda row: (-row["rows"], -row["cols"], row["causal"])):
         plain = row.get("plain_forward_tflops")
         lines.append(
-            f"| {row['rows']} x {row['cols']}{', causal' if row['causal'] else ''} | {kernel_name(row)} | "
+            f"| {row['rows']} x {row['cols']}{', causal' if row['causal'] else ''} | {row['name']} | "
             f"{row['forward_tflops']:.0f} | {f'{plain:.0f}' if plain else ''} | {row['backward_tflops']:.0f} | "
             f"{row['gpu']}, {row['torch']}, {row['commit']} |"
         )
@@ -173,12 +179,12 @@ def gpu_million_table() -> list[str]:
 
 def gpu_sizes_plot() -> list[str]:
     """Rates by size of a full square tile, as an SVG beside the page."""
-    rows = latest(of_suite("gpu-sizes"), "size", "kernel", "flash")
+    rows = latest(named(of_suite("gpu-sizes")), "size", "name")
     lines = {
-        f"{kernel_name(row)}, {phase}": [
+        f"{row['name']}, {phase}": [
             (other["size"], other[f"{phase}_tflops"])
             for other in sorted(rows, key=lambda other: other["size"])
-            if kernel_name(other) == kernel_name(row)
+            if other["name"] == row["name"]
         ]
         for row in rows
         for phase in ("forward", "backward")
