@@ -9,8 +9,8 @@ TRAIN_READY = $(VENV)/ready-train
 TRAIN ?=
 # These import transformers and torch's compiler, and ranks are forked: from a small process that is several times faster.
 TRAIN_TESTS = tests/train
-# These need little more than one core: they run beside the others, and are told at the end.
-BESIDE = tests/unit tests/interpreted tests/integrations
+# Most of these need one core: they run beside the others, and are told at the end.
+BESIDE = tests/unit tests/interpreted $(addprefix tests/ring/,test_exactness.py test_double_ring.py) tests/integrations
 
 .PHONY: train demo test test-gpu sanitize lint types test-all soak bench clean
 
