@@ -177,22 +177,6 @@ def test_the_ranks_are_started_by_torchs_elastic_agent(ranks: Ranks, monkeypatch
     ]
 
 
-def test_ranks_give_memory_back_unless_their_user_says_how_to_keep_it(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def body(rank: int) -> int:
-        return 0 if os.environ["GLIBC_TUNABLES"] == wanted else 1
-
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    wanted = processes.MEMORY_TUNABLES
-    assert ranks(body, 2) == 0
-    assert "GLIBC_TUNABLES" not in os.environ
-    wanted = "glibc.malloc.arena_max=1"
-    monkeypatch.setenv("GLIBC_TUNABLES", wanted)
-    assert ranks(body, 2) == 0
-    assert os.environ["GLIBC_TUNABLES"] == wanted
-
-
 def test_the_agent_does_not_ask_for_this_hosts_name(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where DNS does not answer, that takes many seconds, and torch's agent asks for every event."""
     asked: list[Any] = []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import resource
-import sys
 import time
 from dataclasses import asdict
 from functools import cached_property
@@ -23,6 +21,7 @@ from burst_attention.train.config import TrainConfig
 from burst_attention.train.data import BYTES, Packed, PackedData, load_data, load_tokenizer, sequence_index
 from burst_attention.train.export import export
 from burst_attention.train.flops import peak_flops, step_flops
+from burst_attention.train.memory import give_back_blocks_above, peak_memory
 from burst_attention.train.model import TrainedModel, make_model, require_transformers
 from burst_attention.train.parallel import Ranks, agreed, clip_gradients, make_ring, shard_model
 from burst_attention.train.record import Display, Headline, Log, Mirrors, StepRecord, read_log
@@ -47,6 +46,8 @@ class Trainer:
         self.shape = inner.config
         self.ring: Ring = make_ring(ranks, config)
         self.layout = Layout(config.layout, config.tokens, config.cp)
+        if ranks.device.type == "cpu":
+            give_back_blocks_above(4 * self.layout.local_tokens(ranks.cp) * self.shape.hidden_size)
         self.model = TrainedModel(inner, self.ring, config).to(ranks.device)
         shard_model(self.model, ranks, config)
         self.optimizer = make_optimizer(self.model, config)
@@ -251,11 +252,3 @@ def hidden_fraction(ring: Ring) -> float | None:
     moving = sum(moved.done - moved.posted for event in events for moved in event.transfers)
     waited = sum(event.wait for event in events if event.transfers)
     return max(0.0, 1 - waited / moving) if moving > 0 else None
-
-
-def peak_memory(device: torch.device) -> int:
-    """The most bytes this rank has held: on a GPU of tensors, on a CPU of the whole process, its imports included."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(used if sys.platform == "darwin" else used * 1024)

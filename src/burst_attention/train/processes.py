@@ -40,11 +40,6 @@ STOPPED = 75
 LAST_SECONDS = 5.0
 """How long the other ranks may take, once one has failed, to find out and to say what they know."""
 
-MEMORY_TUNABLES = "glibc.malloc.mmap_threshold=6291456"
-"""Blocks of 6 MiB and more go back to the system when they are freed. By itself glibc soon keeps them, and the holes
-that they leave were a fifth of a rank's peak. From 4 MiB on, page faults cost a sixth of the speed, and large pages do
-not help. Other C libraries ignore this."""
-
 Body = Callable[[Any, str, int, int], int]
 """A rank: (what it is told, where ranks meet, rank, ranks) to its exit status."""
 
@@ -216,11 +211,7 @@ def _read(path: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def _environment(ranks: int) -> Iterator[None]:
     """What processes must find in their environment before they import torch."""
-    given = {
-        "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // ranks, 1)),
-        "GLOO_SOCKET_IFNAME": LOOPBACK,
-        "GLIBC_TUNABLES": MEMORY_TUNABLES,
-    }
+    given = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // ranks, 1)), "GLOO_SOCKET_IFNAME": LOOPBACK}
     added = {name: value for name, value in given.items() if name not in os.environ}
     os.environ.update(added)
     try:
