@@ -261,7 +261,7 @@ def tax_rows(cases: Sequence[TaxCase], repeat: int, ranks: Sequence[int] = RANKS
                 "copies": copies,
                 "ranks_timed": chosen,
                 **{f"{phase}_copies_ms": round(value, 4) for phase, value in alone.items()},
-                "peak_gib": round(peak_gib(case, last, **options), 3),
+                "peak_gib": round(max(peak_gib(case, rank, **options) for rank in chosen), 3),
                 **{f"{name}_ms": round(value, 4) for name, value in slowest.items()},
                 "forward_tax": round(case.ranks * slowest["forward"] / best[0], 4),
                 "backward_tax": round(case.ranks * slowest["backward"] / best[1], 4),

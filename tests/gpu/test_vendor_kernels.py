@@ -33,8 +33,8 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
         return
     try:
         attention.activate_flash_attention_impl(version[0])
-    except Exception as error:
-        pytest.skip(f"{version[0]} cannot be activated: {str(error).splitlines()[0]}")
+    except ImportError as error:
+        pytest.skip(f"{version[0]} is not installed: {str(error).splitlines()[0]}")
     yield name
     attention.restore_flash_attention_impl()
 
@@ -47,6 +47,11 @@ def test_a_ring_on_one_kernel_is_exact(
 ) -> None:
     problem = Problem(4096, mask, *heads, 128, torch.bfloat16)
     judge_on_gpu(problem, Sharding(4, layout, direction, direction), kernel)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (128, torch.float16), (64, torch.float16)])
+def test_other_shapes_that_the_policy_sends_there(kernel: str, head_dim: int, dtype: torch.dtype) -> None:
+    judge_on_gpu(Problem(4096, "causal()", 8, 2, head_dim, dtype), Sharding(4, "zigzag", "query", "query"), kernel)
 
 
 @pytest.mark.parametrize("packed_out", [False, True], ids=["out-dense", "out-packed"])

@@ -159,6 +159,7 @@ def test_a_vendor_kernel_by_name_serves_full_and_causal_masks_only(kernel: str) 
         (TileRequest("cuda", torch.bfloat16, 512, 512), "head dims up to 256, got 512 and 512"),
         (TileRequest("cuda", torch.float64, 64, 64), "it serves float32, bfloat16 and float16"),
         (TileRequest("cuda", torch.bfloat16, 64, 32), "it needs equal head dims, got 64 for q, k and 32 for v"),
+        (TileRequest("cuda", torch.bfloat16, 64, 64, scale=-0.1), "needs a positive scale, got -0.1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

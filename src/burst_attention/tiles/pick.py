@@ -74,13 +74,18 @@ def _vendor_refusal(request: TileRequest) -> str | None:
         return "it serves bfloat16 and float16, the tensors are torch.float32"
     if request.head_dim % 8 or request.value_dim % 8:
         return f"it serves head dims that 8 divides, got {request.head_dim} and {request.value_dim}"
+    if request.scale <= 0:
+        return f"its causal form needs a positive scale, got {request.scale}"
     if request.returns_lse:
         return "its backward takes no gradient on lse, and return_lse=True asks for one"
     return None
 
 
 def _gpu_refusal(request: TileRequest) -> str | None:
-    return _vendor_refusal(request) if request.returns_lse else _triton_refusal(request)
+    refusal = _triton_refusal(request)
+    if refusal is None and request.returns_lse:
+        return "its vendors' backward takes no gradient on lse, and return_lse=True asks for one"
+    return refusal
 
 
 def _flash_refusal(request: TileRequest) -> str | None:

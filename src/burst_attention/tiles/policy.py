@@ -69,22 +69,22 @@ CHOICES = (
     Row(
         "flash",
         lambda c: c.vendor and c.flash not in ("FA2", "") and c.head_dim == c.value_dim and c.head_dim in (64, 128),
-        "FA4 on 8192 x 8192: 717 forward, 615 backward with its sums; cuDNN 675 and 550, ours 675 and 588. On small "
-        "tiles its backward is slower (2048: 413, ours 489), yet a ring of 8 with 4096 tokens each takes 5.3 ms, on "
-        "ours 5.8",
+        "FA4 on 8192 x 8192: 731 forward, 615 backward with its sums; cuDNN 685 and 551, ours 682 and 582. On small "
+        "tiles its backward is slower (2048: 416, ours 483), yet a ring of 8 with 4096 tokens each takes 5.4 ms, on "
+        "ours 5.8. Measured in bf16 and D = 128 alone",
     ),
     Row(
         "triton",
         lambda c: c.phase == "backward" and c.gluon and c.half and c.capability == (9, 0) and c.scale > 0
         and c.head_dim == c.value_dim == 128,
-        "ours adds in place: 588 on 8192 x 8192, 489 on 2048 x 2048; cuDNN's with its sums 550 and 376; a ring of 8 "
-        "with 8192 tokens each takes 20.4 ms, on cuDNN 21.5",
+        "ours adds in place: 582 on 8192 x 8192, 483 on 2048 x 2048; cuDNN's with its sums 551 and 377; a ring of 8 "
+        "with 8192 tokens each takes 20.4 ms, on cuDNN 21.7",
     ),
     Row(
         "cudnn",
         lambda c: c.vendor and c.capability >= (9, 0) and c.head_dim % 8 == 0 and c.value_dim % 8 == 0
         and max(c.head_dim, c.value_dim) <= 256,
-        "forward on 8192 x 8192, 8192 x 4096, 4096 x 2048: 675, 664, 625; ours 675, 642, 565; FlashAttention-2 takes "
+        "forward on 8192 x 8192, 8192 x 4096, 4096 x 2048: 685, 672, 621; ours 682, 650, 564; FlashAttention-2 takes "
         "1.9 times as long. Partials merge several at once. A new shape costs it 150 ms, so steady ones only",
     ),
     Row(
@@ -95,7 +95,7 @@ CHOICES = (
     Row(
         "triton",
         lambda c: True,
-        "every mask, shape and dtype: 1.4 to 1.6 times FlexAttention forward, 1.1 to 1.5 backward; nothing is merged",
+        "every mask, shape and dtype: 1.4 to 1.6 times FlexAttention forward, 1.1 to 1.4 backward; nothing is merged",
     ),
 )  # fmt: skip
 
