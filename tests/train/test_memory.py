@@ -11,7 +11,7 @@ from burst_attention.train.memory import USERS_CHOICE, give_back_blocks_above
 
 MIB = 1 << 20
 FREED = """
-import gc, os, sys, torch
+import os, torch
 from burst_attention.train.memory import give_back_blocks_above
 
 def resident():
@@ -21,7 +21,6 @@ told = give_back_blocks_above(4 << 20)
 # By itself glibc keeps blocks of a size once one of it has been freed.
 torch.ones(5 << 18)
 held = [torch.ones(5 << 18) for _ in range(40)]
-between = [torch.ones(1000) for _ in range(40)]
 full = resident()
 # The last block stays: what is below it cannot go back by lowering the top of the heap.
 del held[:-1]

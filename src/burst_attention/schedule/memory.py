@@ -1,8 +1,8 @@
 """What a phase holds at once: the accumulators and buffers that the engine allocates, and the kernel's workspace.
 
 Counted beyond the caller's q, k, v and dout. Buffers are allocated once per call, so the peak is their sum plus the
-largest workspace of any round. For full and causal masks they do not depend on the number of ranks; what vendors'
-kernels let wait grows with it up to a bound (docs/limits.md).
+largest workspace of any round. For full and causal masks, one block at a time, they do not depend on the number of
+ranks; with two blocks, and with what vendors' kernels let wait, they grow with it up to a bound (docs/limits.md).
 """
 
 from __future__ import annotations

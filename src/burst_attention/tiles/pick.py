@@ -82,10 +82,7 @@ def _vendor_refusal(request: TileRequest) -> str | None:
 
 
 def _gpu_refusal(request: TileRequest) -> str | None:
-    refusal = _triton_refusal(request)
-    if refusal is None and request.returns_lse:
-        return "its vendors' backward takes no gradient on lse, and return_lse=True asks for one"
-    return refusal
+    return _vendor_refusal(request) if request.returns_lse else _triton_refusal(request)
 
 
 def _flash_refusal(request: TileRequest) -> str | None:
