@@ -99,15 +99,16 @@ def named(rows: list[Row]) -> list[Row]:
 
 def gpu_tiles_table() -> list[str]:
     lines = [
-        "| queries x keys | kernel | forward, state carried | forward, plain | backward | GPU, torch, commit |",
-        "|---|---|---|---|---|---|",
+        "| queries x keys | kernel | forward, state carried | forward, plain | backward, added | backward, plain "
+        "| GPU, torch, commit |",
+        "|---|---|---|---|---|---|---|",
     ]
     rows = latest(named(of_suite("gpu-tiles")), "rows", "cols", "causal", "name")
     for row in sorted(rows, key=lambda row: (-row["rows"], -row["cols"], row["causal"])):
-        plain = row.get("plain_forward_tflops")
+        rates = (row.get(f"{name}_tflops") for name in ("forward", "plain_forward", "backward", "plain_backward"))
         lines.append(
             f"| {row['rows']} x {row['cols']}{', causal' if row['causal'] else ''} | {row['name']} | "
-            f"{row['forward_tflops']:.0f} | {f'{plain:.0f}' if plain else ''} | {row['backward_tflops']:.0f} | "
+            f"{' | '.join(f'{rate:.0f}' if rate else '' for rate in rates)} | "
             f"{row['gpu']}, {row['torch']}, {row['commit']} |"
         )
     return lines

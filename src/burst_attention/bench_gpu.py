@@ -13,7 +13,7 @@ import torch
 
 from burst_attention.bench import append_rows, machine
 from burst_attention.bench_breakdown import breakdown_rows
-from burst_attention.bench_kernels import mask_rows, size_rows, tile_rows
+from burst_attention.bench_kernels import flash_rows, mask_rows, size_rows, tile_rows
 from burst_attention.bench_million import million_rows
 from burst_attention.bench_tax import TAX_CASES, tax_rows
 
@@ -36,17 +36,28 @@ def gpu(
         raise ValueError(f"--only takes one of {', '.join(PARTS)}, got {only!r}")
     if not torch.cuda.is_available():
         raise ValueError("bench gpu needs a GPU that torch can use, and there is none here")
-    if flash:
-        from torch.nn.attention import activate_flash_attention_impl
-
-        activate_flash_attention_impl(flash)
     about = machine() | {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, **_versions()}
     rows = []
-    for row in itertools.chain(*(make(repeat) for part, make in PARTS.items() if only in (None, part))):
+    for row in itertools.chain(_before(repeat, flash, only), _rows(repeat, flash, only)):
         rows.append(row | about)
         print(json.dumps(row), flush=True)
         append_rows(output, rows[-1:])
     return rows
+
+
+def _before(repeat: int, flash: str | None, only: str | None) -> Rows:
+    """Tiles by the flash operator that torch ships, before another is put under it."""
+    return flash_rows(repeat) if flash and only in (None, "tiles") else iter(())
+
+
+def _rows(repeat: int, flash: str | None, only: str | None) -> Rows:
+    if flash:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl(flash)
+    for part, make in PARTS.items():
+        if only in (None, part):
+            yield from make(repeat)
 
 
 def _versions() -> dict[str, str]:

@@ -7,7 +7,7 @@ twice inside. H = 32, D = 128, bf16.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,30 +40,61 @@ def masks() -> dict[str, Mask]:
 
 
 def tile_rows(repeat: int) -> Iterator[dict[str, Any]]:
-    """Every kernel on single tiles, forward into a carried state, which for vendors takes a merge, and without one."""
+    """Every kernel on single tiles: as a ring asks for it, and from inputs to results as one device alone runs it.
+
+    A ring's forward is into a carried state, which for vendors takes a merge; its backward is added to accumulators.
+    """
     from burst_attention.tiles.cuda import CudaKernel
-    from burst_attention.tiles.vendor import VendorKernel
 
     kernels = CudaKernel()
+    yield from _rows_of_kernels((kernels.triton, *kernels.vendors.values()), repeat)
+    yield from _flex_rows(repeat)
+
+
+def flash_rows(repeat: int) -> Iterator[dict[str, Any]]:
+    """What serves torch's flash operator now, on the same tiles."""
+    from burst_attention.tiles.vendor import FlashKernel
+
+    yield from _rows_of_kernels((FlashKernel(),), repeat)
+
+
+def _tiles() -> Iterator[tuple[dict[str, Any], Piece, tuple[Tensor, ...], float]]:
+    """(what a row says of it, the piece, q, k, v and dout, its 10^9 operations in forward)."""
     for rows, cols, triangle in TILES:
         case = TaxCase(ranks=1, tokens_per_rank=rows, causal=triangle)
         q, _, _, dout = made_inputs(case, rows)
         _, k, v, _ = made_inputs(case, cols)
         piece = Piece(0, rows, 0, cols, 0, rows) if triangle else full_piece(0, rows, 0, cols)
         row = {"suite": "gpu-tiles", "flash": flash_name(), "rows": rows, "cols": cols, "causal": triangle}
-        flops = 4 * piece.pairs * case.head_dim * case.heads / 1e9
-        for kernel in (kernels.triton, *kernels.vendors.values()):
-            forward, backward = _tile_calls(kernel, piece, q, k, v, dout)
-            rates = {
-                "forward": flops / median_ms(forward, repeat),
-                "backward": 2.5 * flops / median_ms(backward, repeat),
+        yield row, piece, (q, k, v, dout), 4 * piece.pairs * case.head_dim * case.heads / 1e9
+
+
+def _rows_of_kernels(kernels: Sequence[TileKernel], repeat: int) -> Iterator[dict[str, Any]]:
+    for row, piece, inputs, flops in _tiles():
+        for kernel in kernels:
+            forward, backward = _tile_calls(kernel, piece, *inputs)
+            plain, plain_backward = _plain_calls(kernel, piece, *inputs)
+            calls = {
+                "forward": (forward, 1.0),
+                "backward": (backward, 2.5),
+                "plain_forward": (plain, 1.0),
+                "plain_backward": (plain_backward, 2.5),
             }
-            plain = _plain_forward((piece,), q, k, v)
-            if isinstance(kernel, VendorKernel):
-                plain = partial(kernel.attend, q, k, v, triangle, case.head_dim**-0.5)
-            rates["plain_forward"] = flops / median_ms(plain, repeat)
-            rates = {f"{name}_tflops": round(rate, 1) for name, rate in rates.items()}
+            rates = {
+                f"{name}_tflops": round(cost * flops / median_ms(call, repeat), 1)
+                for name, (call, cost) in calls.items()
+            }
             yield row | {"kernel": kernel.name, "repeat": repeat} | rates
+
+
+def _flex_rows(repeat: int) -> Iterator[dict[str, Any]]:
+    """FlexAttention knows no state and no accumulators."""
+    for row, piece, inputs, flops in _tiles():
+        forward, backward = _flex_calls("full" if piece.is_full else "causal", (piece,), *inputs)
+        yield row | {
+            "kernel": "flex", "repeat": repeat, "plain_forward_tflops": round(flops / median_ms(forward, repeat), 1),
+            "plain_backward_tflops": round(2.5 * flops / median_ms(backward, repeat), 1),
+        }  # fmt: skip
 
 
 def size_rows(repeat: int) -> Iterator[dict[str, Any]]:
@@ -108,14 +139,30 @@ def mask_rows(repeat: int) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def _plain_forward(pieces: tuple[Piece, ...], q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
-    """Our forward from no state to out and lse, as one device alone would run it."""
+def _plain_calls(
+    kernel: TileKernel, piece: Piece, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """From q, k and v to out and lse, and from dout to gradients in the inputs' dtype, as one device alone runs it."""
     from burst_attention.tiles.triton_kernel import launch_fastest_forward
+    from burst_attention.tiles.vendor import VendorKernel
 
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
+    scale, out, lse = q.shape[3] ** -0.5, torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
+    if isinstance(kernel, VendorKernel):
+        out, lse = kernel.attend(q, k, v, not piece.is_full, scale)
+        given = dout, q, k, v, out, lse.contiguous(), not piece.is_full, scale
+        return partial(kernel.attend, q, k, v, not piece.is_full, scale), partial(kernel.gradients, *given)
     state = State(out, lse, lse)
-    scale = q.shape[3] ** -0.5
-    return lambda: launch_fastest_forward(pieces, q, k, v, state, scale, load=False, finished=(out, lse))
+    inputs = _backward_inputs(q, k, v, dout)
+
+    def backward() -> list[Tensor]:
+        totals = Gradients(*(Accumulator(torch.empty(x.shape, device=x.device)) for x in (q, k, v)))
+        kernel.backward([piece], inputs, totals, scale)
+        return [total.finish(q.dtype) for total in totals if total]
+
+    return (
+        lambda: launch_fastest_forward((piece,), q, k, v, state, scale, load=False, finished=(out, lse)),
+        backward,
+    )
 
 
 def _tile_calls(
@@ -127,13 +174,18 @@ def _tile_calls(
     acc, peak, total = (torch.empty(shape, device="cuda") for shape in (q.shape, q.shape[:3], q.shape[:3]))
     state = State(acc, peak, total)
     clear(state)
-    lse = torch.full(q.shape[:3], math.log(k.shape[2]) + 0.5, device="cuda")
-    inputs = BackwardInputs(dout, q, k, v, lse, torch.zeros_like(lse), None)
+    inputs = _backward_inputs(q, k, v, dout)
     totals = Gradients(*(Accumulator(torch.zeros(x.shape, device="cuda"), untouched=False) for x in (q, k, v)))
     return (
         lambda: kernel.forward(listed, q, k, v, state, scale),
         lambda: kernel.backward(listed, inputs, totals, scale),
     )
+
+
+def _backward_inputs(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> BackwardInputs:
+    """With row statistics of the size that they have for random inputs."""
+    lse = torch.full(q.shape[:3], math.log(k.shape[2]) + 0.5, device="cuda")
+    return BackwardInputs(dout, q, k, v, lse, torch.zeros_like(lse), None)
 
 
 def _our_calls(
@@ -170,7 +222,9 @@ def _flex_calls(
         "causal window 1024": lambda b, h, i, j: (j <= i) & (i - j < 1024),
         "causal documents": lambda b, h, i, j: (j >= first[i]) & (j < last[i]),
     }
-    block_mask = create_block_mask(rules[name], None, None, q.shape[2], k.shape[2], device="cuda")
+    block_mask = None
+    if name != "full":
+        block_mask = create_block_mask(rules[name], None, None, q.shape[2], k.shape[2], device="cuda")
     attend: Any = torch.compile(flex_attention, dynamic=False)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves, block_mask=block_mask)

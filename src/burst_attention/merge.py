@@ -22,6 +22,9 @@ from torch import Tensor
 MAX_PARTIALS = 7
 """Partials that wait to be merged or added at once, whatever the number of ranks."""
 
+MAX_SHARES = 5
+"""Times a gradient's own size that parts may hold while they wait: what a ring of 8 needs, two blocks at once."""
+
 
 class Partial(NamedTuple):
     """A kernel's normalised (out, lse) for the rows from `first` on."""

@@ -94,6 +94,21 @@ def test_memory_does_not_grow_with_the_ring(mask: Mask, layout: str, coalesce: i
     assert len(set(peaks)) == 1
 
 
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("mask", [full(), causal()], ids=str)
+def test_what_vendors_kernels_let_wait_does_not_grow_with_the_ring(mask: Mask, kv_heads: int) -> None:
+    """From 8 ranks on; a smaller ring has less to wait."""
+    pytest.importorskip("triton")
+    peaks = {}
+    for size in (4, 8, 11, 16, 24):
+        made = plan(
+            SHARD * size, size, heads=8, kv_heads=kv_heads, head_dim=8, mask=mask, layout="zigzag", coalesce=2,
+            device="cuda",
+        )  # fmt: skip
+        peaks[size] = max(made.peak_bytes(rank) for rank in range(size))
+    assert peaks[4] < peaks[8] == peaks[11] == peaks[16] == peaks[24]
+
+
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(cases(), st.sampled_from(DIRECTIONS))
 def test_memory_is_bounded_by_shards(case: Case, direction: str) -> None:

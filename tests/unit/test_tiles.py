@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from burst_attention import causal, full, plan, window
 from burst_attention.geometry import Piece, make_piece
-from burst_attention.merge import State, clear, finish, merge
+from burst_attention.merge import Part, State, clear, finish, merge
 from burst_attention.ops import require_served
 from burst_attention.reference import reference_attention
 from burst_attention.tiles import Accumulator, BackwardInputs, Gradients, TileKernel
@@ -174,6 +174,41 @@ def test_without_triton_a_gpu_kernel_is_refused_with_the_remedy(monkeypatch: pyt
     assert pick_kernel("auto", request_).name == "plain"
     with pytest.raises(ValueError, match="it needs triton, which cannot be imported here; install triton"):
         pick_kernel("triton", request_)
+
+
+def test_parts_that_wait_hold_at_most_five_times_the_gradient() -> None:
+    """Seven halves may wait together, and five whole ones."""
+    taken: list[int] = []
+
+    def sum_parts(target: torch.Tensor, parts: list[Part], load: bool, out: torch.Tensor | None = None) -> None:
+        taken.append(len(parts))
+
+    for rows, together in ((4, 7), (8, 5)):
+        total = Accumulator(torch.empty(1, 2, 8, 4), sum_parts)
+        for _ in range(2 * together):
+            total.add(0, torch.empty(1, 2, rows, 4))
+        total.settle()
+        assert taken == [together, together]
+        taken.clear()
+
+
+def test_a_plan_counts_the_workspace_of_who_would_compute_on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+
+    def planned(**options: str) -> int:
+        made = plan(8 * 8192, 8, heads=2, head_dim=128, mask=causal(), layout="zigzag", device="cuda", **options)
+        return max(map(made.peak_bytes, range(8)))
+
+    vendors, ours = planned(), planned(kernel="triton")
+    assert ours < 0.6 * vendors
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: False)
+    monkeypatch.setattr("burst_attention.tiles.cuda.has_async_add", lambda: True)
+    monkeypatch.setattr("burst_attention.tiles.cuda.active_flash", lambda: "FA2")
+    assert planned() == ours, "cuDNN's forward holds less than our backward"
+    monkeypatch.setattr("burst_attention.tiles.cuda.active_flash", lambda: "FA4")
+    assert planned() == vendors
 
 
 CASE = Case("forward", "full", 8192, 4096, 128, 128, torch.bfloat16, (9, 0), "FA2")

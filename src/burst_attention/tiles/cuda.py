@@ -6,6 +6,7 @@ policy.py chooses; pieces that it gives to our own kernel go in one launch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,6 +34,12 @@ class CudaKernel(DeferringKernel):
         self.triton = TritonKernel()
 
     def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
+        """Of those who would compute the round's pieces on this GPU; where there is none, of vendors' kernels."""
+        if torch.cuda.is_available():
+            dims = phase.shapes.head_dim, phase.shapes.value_dim
+            ask = partial(chosen_for, phase.phase, dims=dims, dtype=phase.shapes.dtype, device=None, scale=1.0)
+            if all("triton" in ask(piece).values() for piece in step.pieces):
+                return self.triton.workspace_bytes(phase, step, visiting)
         return self.vendors["cudnn"].workspace_bytes(phase, step, visiting)
 
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
@@ -52,7 +59,7 @@ class CudaKernel(DeferringKernel):
         """Pieces by who computes them, our own kernel's together and first: then nothing waits to be settled."""
         groups: dict[str, list[Piece]] = {"triton": []}
         for piece in pieces:
-            parts = {part: choose(case_of(phase, part, q, v, scale)).name for part in rectangle_and_triangle(piece)}
+            parts = chosen_for(phase, piece, (q.shape[3], v.shape[3]), q.dtype, q.device, scale)
             if "triton" in parts.values():
                 parts = {piece: "triton"}
             for part, name in parts.items():
@@ -70,15 +77,21 @@ def rectangle_and_triangle(piece: Piece) -> list[Piece]:
     ]
 
 
-def case_of(phase: str, piece: Piece, q: Tensor, v: Tensor, scale: float) -> Case:
-    """A piece and its tensors as the policy sees them."""
-    square = piece.is_causal and piece.q_count == piece.k_count
-    kind = "full" if piece.is_full else "causal" if square else "masked"
-    capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(q.device)
-    return Case(
-        phase, kind, piece.q_count, piece.k_count, q.shape[3], v.shape[3], q.dtype, capability, active_flash(), scale,
-        torch.are_deterministic_algorithms_enabled(), has_gluon() and has_async_add(),
-    )  # fmt: skip
+def chosen_for(
+    phase: str, piece: Piece, dims: tuple[int, int], dtype: torch.dtype, device: torch.device | None, scale: float
+) -> dict[Piece, str]:
+    """Who computes a piece's parts on a device, or on the current one; `dims` are those of heads, and of values."""
+    capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+    chosen = {}
+    for part in rectangle_and_triangle(piece):
+        square = part.is_causal and part.q_count == part.k_count
+        kind = "full" if part.is_full else "causal" if square else "masked"
+        case = Case(
+            phase, kind, part.q_count, part.k_count, dims[0], dims[1], dtype, capability, active_flash(), scale,
+            torch.are_deterministic_algorithms_enabled(), has_gluon() and has_async_add(),
+        )  # fmt: skip
+        chosen[part] = choose(case).name
+    return chosen
 
 
 def active_flash() -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from burst_attention.geometry import Piece
-from burst_attention.merge import MAX_PARTIALS, Part, State, finish
+from burst_attention.merge import MAX_PARTIALS, MAX_SHARES, Part, State, finish
 from burst_attention.schedule import PhasePlan, Round
 
 GRADIENTS = ("dq", "dk", "dv")
@@ -62,7 +62,8 @@ class Accumulator:
             self.settle()
             self.tensor[:, head : head + part.shape[1], first : first + part.shape[2]].add_(part)
             return
-        if len(self._waiting) == MAX_PARTIALS:
+        held = part.numel() + sum(waiting.tensor.numel() for waiting in self._waiting)
+        if len(self._waiting) == MAX_PARTIALS or held > MAX_SHARES * self.tensor.numel():
             self.settle()
         self._waiting.append(Part(first, head, part))
         self._borrows |= borrowed

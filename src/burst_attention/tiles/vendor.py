@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_attention.geometry import Piece
-from burst_attention.merge import MAX_PARTIALS, Partial, State
+from burst_attention.geometry import Piece, moved_rows
+from burst_attention.merge import MAX_PARTIALS, MAX_SHARES, Partial, State
 from burst_attention.schedule import PhasePlan, Round
 from burst_attention.tiles.fused import merge_partials, stand_in_for_out
 from burst_attention.tiles.gpu import DeferringKernel, settle
@@ -45,9 +45,10 @@ class VendorKernel(DeferringKernel):
         if phase.phase == "forward":
             return queries * (MAX_PARTIALS * (shapes.value_dim * size + 4))
         query_side = shapes.head_dim + (2 * shapes.value_dim if visiting and phase.direction == "query" else 0)
-        # Parts wait for the side that stays at home.
-        stays = queries * shapes.head_dim if phase.direction == "kv" else keys * (shapes.head_dim + shapes.value_dim)
-        waiting = stays * min(MAX_PARTIALS, max(sum(len(step.pieces) for step in rounds) for rounds in phase.rounds))
+        row_size = shapes.heads * shapes.head_dim
+        if phase.direction == "query":
+            row_size = shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
+        waiting = _waiting_rows(phase) * shapes.batch * row_size
         inside = queries * shapes.head_dim
         if shapes.kv_heads < shapes.heads:
             inside += keys * (shapes.head_dim + shapes.value_dim)
@@ -124,6 +125,20 @@ class FlashKernel(VendorKernel):
             dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[0], scale=scale
         )
         return found
+
+
+def _waiting_rows(phase: PhasePlan) -> int:
+    """The most rows of the side at home for which parts of gradients wait on any rank."""
+    home = "query" if phase.direction == "kv" else "kv"
+    most = 0
+    for rounds in phase.rounds:
+        parts = [(*moved_rows(piece, home), step.heads) for step in rounds for piece in step.pieces]
+        # A round of half of the heads leaves half as much to wait.
+        every = sum((last - first) // (1 if heads is None else 2) for first, last, heads in parts)
+        longest = max((last - first for first, last, _ in parts), default=0)
+        shard = max((last for _, last, _ in parts), default=0)
+        most = max(most, min(every, MAX_PARTIALS * longest, MAX_SHARES * shard))
+    return most
 
 
 def rows_of(piece: Piece) -> tuple[slice, slice]:
