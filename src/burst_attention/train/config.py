@@ -34,7 +34,7 @@ class TrainConfig:
     text_key: str = _setting("text", "the key of a document's text in JSON lines")
     tokenizer: str = _setting("bytes", "bytes, a folder with a tokenizer.json, or a hub id")
     tokens: int = _setting(8192, "tokens of one whole sequence", least=2)
-    steps: int = _setting(32, "optimiser steps", least=1)
+    steps: int = _setting(30, "optimiser steps", least=1)
     accumulate: int = _setting(1, "sequences of each data-parallel rank in a step", least=1)
     lr: float = _setting(1e-3, "peak learning rate", least=0)
     warmup: int = _setting(5, "steps until the peak", least=0)
