@@ -265,7 +265,7 @@ def tax_rows(cases: Sequence[TaxCase], repeat: int, ranks: Sequence[int] = RANKS
                 **{f"{name}_ms": round(value, 4) for name, value in slowest.items()},
                 "forward_tax": round(case.ranks * slowest["forward"] / best[0], 4),
                 "backward_tax": round(case.ranks * slowest["backward"] / best[1], 4),
-                "planned_peak_gib": round(max(map(case.plan(coalesce=coalesce).peak_bytes, chosen)) / 2**30, 3),
+                "planned_peak_gib": round(max(map(case.plan(**options).peak_bytes, chosen)) / 2**30, 3),
             }
 
 

@@ -87,7 +87,10 @@ def stopped(how: str, out: Path) -> Command:
         if how == "rank":
             os.kill(command.ranks()[1], signal.SIGTERM)
         elif how == "starter":
-            os.kill(command.process.pid, signal.SIGTERM)
+            # Twice, as `timeout` does.
+            for _ in range(2):
+                os.kill(command.process.pid, signal.SIGTERM)
+                time.sleep(0.1)
         else:
             command.signal_all(signal.SIGINT)
         assert command.wait() == (130 if how == "ctrl-c" else 0), command.stderr

@@ -62,11 +62,19 @@ class Accumulator:
             self.settle()
             self.tensor[:, head : head + part.shape[1], first : first + part.shape[2]].add_(part)
             return
-        held = part.numel() + sum(waiting.tensor.numel() for waiting in self._waiting)
-        if len(self._waiting) == MAX_PARTIALS or held > MAX_SHARES * self.tensor.numel():
-            self.settle()
+        self._make_room(part.numel())
         self._waiting.append(Part(first, head, part))
         self._borrows |= borrowed
+
+    def make_room(self, rows: int) -> None:
+        """For a part of so many rows, before it is computed: take in what waits, if it would be too much with it."""
+        batch, heads, _, dim = self.tensor.shape
+        self._make_room(batch * heads * rows * dim)
+
+    def _make_room(self, numbers: int) -> None:
+        held = numbers + sum(part.tensor.numel() for part in self._waiting)
+        if len(self._waiting) == MAX_PARTIALS or held > MAX_SHARES * self.tensor.numel():
+            self.settle()
 
     def settle(self, borrowed_only: bool = False) -> Tensor:
         """Take in what waits and return the tensor, ready to be added to; with `borrowed_only`, where it must be."""
@@ -113,6 +121,9 @@ class AccumulatorHeads(Accumulator):
 
     def add(self, first: int, part: Tensor, borrowed: bool = False, head: int = 0) -> None:
         self._whole.add(first, part, borrowed, self._first + head)
+
+    def _make_room(self, numbers: int) -> None:
+        self._whole._make_room(numbers)
 
     def settle(self, borrowed_only: bool = False) -> Tensor:
         return self._whole.settle(borrowed_only)[:, self._first : self._last]

@@ -57,6 +57,7 @@ class VendorKernel(DeferringKernel):
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         for piece in pieces:
             queries, keys = rows_of(piece)
+            make_room(state)
             out, lse = self.attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], not piece.is_full, scale)
             add_partial(state, Partial(piece.q_first, out, lse))
 
@@ -65,6 +66,9 @@ class VendorKernel(DeferringKernel):
             queries, keys = rows_of(piece)
             dout, q, lse = (part[:, :, queries] for part in (x.dout, x.q, x.lse))
             out = stand_in_for_out(dout, x.delta[:, :, queries]) if x.out is None else x.out[:, :, queries]
+            for total, where in zip(gradients, (queries, keys, keys), strict=True):
+                if total is not None:
+                    total.make_room(where.stop - where.start)
             parts = self.gradients(
                 dout, q, x.k[:, :, keys], x.v[:, :, keys], out, lse.contiguous(), not piece.is_full, scale
             )
@@ -155,6 +159,11 @@ def add_partial(state: State, partial: Partial) -> None:
         rows = state.rows(partial.first, partial.first + partial.out.shape[2])
         merge_partials(rows, [partial._replace(first=0)], load=True)
         return
-    if len(state.deferred.partials) == MAX_PARTIALS:
-        settle(state)
+    make_room(state)
     state.deferred.partials.append(partial)
+
+
+def make_room(state: State) -> None:
+    """For another partial, before it is computed."""
+    if state.deferred is not None and len(state.deferred.partials) == MAX_PARTIALS:
+        settle(state)

@@ -57,6 +57,7 @@ class TrainConfig:
     keep_last: float = _setting(1.0, "fraction of the sequence whose attention selective keeps; the rest is recomputed")
     offload: bool = _setting(False, "keep what layers save for backward in host memory")
     mlp_chunks: int = _setting(1, "parts of its tokens that a layer's MLP is computed in", least=1)
+    deterministic: bool = _setting(False, "on a GPU, the same bits in every run; slower. On CPUs they are in any case")
     compile: bool = _setting(False, "torch.compile every layer; attention stays as it is")
     out: str = _setting("runs/latest", "folder of the run: log, curves, checkpoints, summary")
     save_every: int = _setting(20, "steps between checkpoints; 0: only at the end", least=0)

@@ -56,7 +56,7 @@ def run_ranks(body: Body, told: Any, ranks: int) -> int:
     """Run `body` in as many processes and give the status of all; why they failed is said once, on stderr.
 
     They meet over a file and the loopback interface: no port is opened. SIGTERM, or a first Ctrl-C, is passed on, and
-    the ranks are waited for; a second one kills them.
+    the ranks are waited for; a Ctrl-C after that kills them.
     """
     with tempfile.TemporaryDirectory(prefix="burst-train-") as folder, _environment(ranks):
         watch = _Watch(ranks)
@@ -94,7 +94,11 @@ class _Watch:
         self.asked.append(number)
         # A terminal's Ctrl-C has reached the ranks already, but one sent to this process alone has not.
         for process in self.processes:
-            process.terminate() if len(self.asked) == 1 else process.kill()
+            if len(self.asked) == 1:
+                process.terminate()
+            elif number == signal.SIGINT:
+                # A second SIGTERM is no haste: `timeout` sends one to its child and one to the child's group.
+                process.kill()
 
     def status(self, told_by: dict[int, dict[str, Any]]) -> int:
         """The status of the command; a failure's cause is printed."""

@@ -146,6 +146,10 @@ def _device(config: TrainConfig, rank: int, local: int) -> torch.device:
     if local >= gpus:
         raise NoGpuError(f"rank {rank} has no GPU: {gpus} are on this host")
     device = torch.device("cuda", local)
+    if config.deterministic:
+        # What cuBLAS must find before it starts; torch refuses its products otherwise.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     torch.cuda.set_device(device)
     return device
 
