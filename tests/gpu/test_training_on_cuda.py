@@ -1,4 +1,4 @@
-"""`burst train` on a GPU, as its users run it: with --deterministic a resumed run has the bits of one that went through."""
+"""`burst train` on a GPU, as its users run it: with --deterministic a resumed run has the bits of a whole one."""
 
 from __future__ import annotations
 

@@ -34,13 +34,15 @@ class CudaKernel(DeferringKernel):
         self.triton = TritonKernel()
 
     def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
-        """Of those who would compute the round's pieces on this GPU; where there is none, of vendors' kernels."""
+        """Of those who would compute the round's pieces on this GPU; where there is none, of FlashAttention."""
+        names = {"flash"}
         if torch.cuda.is_available():
             dims = phase.shapes.head_dim, phase.shapes.value_dim
             ask = partial(chosen_for, phase.phase, dims=dims, dtype=phase.shapes.dtype, device=None, scale=1.0)
-            if all("triton" in ask(piece).values() for piece in step.pieces):
-                return self.triton.workspace_bytes(phase, step, visiting)
-        return self.vendors["cudnn"].workspace_bytes(phase, step, visiting)
+            chosen = [set(ask(piece).values()) for piece in step.pieces]
+            names = {name for found in chosen for name in (found if "triton" not in found else {"triton"})}
+        kernels = [self.vendors.get(name) or self.triton for name in names]
+        return max(kernel.workspace_bytes(phase, step, visiting) for kernel in kernels)
 
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         groups = self._groups("forward", pieces, q, v, scale)

@@ -29,6 +29,9 @@ Saved = tuple[Any, ...]
 class VendorKernel(DeferringKernel):
     """Full and causal pieces by one of torch's operators."""
 
+    copies_out = False
+    """Whether backward copies out and dout where their rows are not dense."""
+
     def serves(self, piece: Piece) -> bool:
         return piece.is_full or (piece.is_causal and piece.q_count == piece.k_count)
 
@@ -44,7 +47,8 @@ class VendorKernel(DeferringKernel):
         keys = max(piece.k_count for piece in step.pieces) * shapes.batch * shapes.kv_heads
         if phase.phase == "forward":
             return queries * (MAX_PARTIALS * (shapes.value_dim * size + 4))
-        query_side = shapes.head_dim + (2 * shapes.value_dim if visiting and phase.direction == "query" else 0)
+        made_up = visiting and phase.direction == "query"
+        query_side = shapes.head_dim + shapes.value_dim * (made_up + self.copies_out * (1 if made_up else 2))
         row_size = shapes.heads * shapes.head_dim
         if phase.direction == "query":
             row_size = shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
@@ -91,6 +95,7 @@ class CudnnKernel(VendorKernel):
     """cuDNN's attention, as torch's operators call it."""
 
     name = "cudnn"
+    copies_out = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
