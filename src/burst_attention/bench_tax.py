@@ -28,6 +28,8 @@ WARM_UPS = 3
 LONG_MS = 200.0
 """A call that takes longer is timed twice, after one that warms up."""
 HEAD_START_CYCLES = 20_000_000
+HEAD_STARTS = (1, 4, 16)
+"""Times so many cycles, until everything is enqueued before the device is through with them."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,17 @@ def median_ms(run: Callable[[], Any], repeat: int) -> float:
 
 
 def _timed(run: Callable[[], Any]) -> float:
-    """Milliseconds on the device of one call that is enqueued ahead."""
-    torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+    """Milliseconds on the device of one call that is enqueued ahead; a slow host gets a longer start."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
+    for factor in HEAD_STARTS:
+        torch.cuda._sleep(factor * HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+        start.record()
+        run()
+        end.record()
+        ahead = not start.query()
+        torch.cuda.synchronize()
+        if ahead:
+            break
     return float(start.elapsed_time(end))
 
 

@@ -200,7 +200,7 @@ def test_a_plan_counts_the_workspace_of_who_would_compute_on_this_gpu(monkeypatc
         return max(map(made.peak_bytes, range(8)))
 
     vendors, ours = planned(), planned(kernel="triton")
-    assert ours < 0.6 * vendors
+    assert ours < 0.7 * vendors
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: False)
