@@ -106,7 +106,7 @@ def _timed(run: Callable[[], Any]) -> float:
         start.record()
         run()
         end.record()
-        ahead = not start.query()
+        ahead = not start.query()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         if ahead:
             break
