@@ -9,6 +9,7 @@ kernel call, and several blocks are computed as one.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Collection, Mapping, Sequence
 
@@ -138,17 +139,34 @@ def run_phase(runs: Sequence[PhaseRun]) -> None:
     """
     at, first = 0, runs[0]
     try:
-        for index in range(len(first.rounds) + 1):
-            for run in runs:
+        for stretch in stretches_of_rounds(len(first.rounds), first.plan.topology.per_host):
+            for run, index in itertools.product(runs, stretch):
                 if index:
                     at = index - 1
                     run.end(at)
-                if index < len(run.rounds):
-                    at = index
-                    run.begin(at)
+                at = index
+                run.begin(at)
+        for run in runs:
+            run.end(at)
     except BaseException as error:
         first.ring.fail(f"{first.plan.phase} round {at}", error)
         raise
+
+
+def stretches_of_rounds(rounds: int, per_host: int) -> list[range]:
+    """Rounds that a group of heads runs before the next group has its turn.
+
+    In a flat ring that is one. In a double ring it is one until blocks of other hosts come, and then a whole turn and
+    the round after it, in which the turn's results leave the host, or its next operands: one group's are on the links
+    between hosts while the other computes. With 3 ranks on each of 3 hosts
+
+        0 | 1 | 2 | 3 4 5 6 | 7 8 9
+    """
+    if per_host == 1:
+        return [range(index, index + 1) for index in range(rounds)]
+    edges = [*range(min(per_host, rounds)), *range(2 * per_host + 1, rounds, per_host)]
+    edges = sorted({*edges, min(per_host, rounds), rounds})
+    return [range(first, last) for first, last in itertools.pairwise(edges)]
 
 
 class PhaseRun:

@@ -1,4 +1,4 @@
-"""What the engine tells of a failure, with runs that do nothing else."""
+"""In which order the engine runs groups of heads, and what it tells of a failure, with runs that do nothing else."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from burst_attention.engine import run_phase
+from burst_attention.topology import DoubleRing
 
 
 @pytest.mark.parametrize(("fails", "where"), [(("begin", 0), 0), (("end", 1), 1), (("begin", 2), 2), (("end", 2), 2)])
@@ -22,8 +23,37 @@ def test_a_failure_is_told_with_the_round_it_is_in(fails: tuple[str, int], where
         return at
 
     ring = SimpleNamespace(fail=lambda place, error: told.append(place))
-    plan = SimpleNamespace(phase="forward")
+    plan = SimpleNamespace(phase="forward", topology=DoubleRing(3))
     run: Any = SimpleNamespace(rounds=(0, 1, 2), ring=ring, plan=plan, begin=act("begin"), end=act("end"))
     with pytest.raises(ValueError, match="no"):
         run_phase([run])
     assert told == [f"forward round {where}"]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "per_host", "order"),
+    [
+        (3, 1, "a0 b0 a1 b1 a2 b2"),
+        (5, 2, "a0 b0 a1 b1 a2 a3 a4 b2 b3 b4"),
+        (6, 2, "a0 b0 a1 b1 a2 a3 a4 b2 b3 b4 a5 b5"),
+        (10, 3, "a0 b0 a1 b1 a2 b2 a3 a4 a5 a6 b3 b4 b5 b6 a7 a8 a9 b7 b8 b9"),
+        (4, 4, "a0 b0 a1 b1 a2 b2 a3 b3"),
+        (1, 1, "a0 b0"),
+    ],
+)
+def test_groups_of_heads_change_places_after_a_round_or_after_a_turn_of_a_host(
+    rounds: int, per_host: int, order: str
+) -> None:
+    """Results of a turn leave the host, in the round after it, before the other group computes its own turn."""
+    done: list[str] = []
+
+    def group(name: str) -> Any:
+        def end(index: int) -> None:
+            assert done.index(f"{name}{index}") >= 0 and f"{name}{index + 1}" not in done
+
+        plan = SimpleNamespace(phase="backward", topology=DoubleRing(3 * per_host, per_host))
+        begin = lambda index: done.append(f"{name}{index}")  # noqa: E731
+        return SimpleNamespace(rounds=range(rounds), ring=None, plan=plan, begin=begin, end=end)
+
+    run_phase([group("a"), group("b")])
+    assert done == order.split()

@@ -49,6 +49,8 @@ class Pending:
     receives: Sequence[Parcel]
     where: str
     works: list[tuple[Parcel, Any]] = field(default_factory=list)
+    numbers: Sequence[int] = ()
+    """Between threads, of each receive: the how-manieth it is from that rank on that channel."""
     posted: Any = None
     """Between threads on a GPU, the event of the moment it was posted."""
     grouped: Sequence[Any] = ()

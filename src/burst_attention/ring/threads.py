@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -35,7 +35,10 @@ class ThreadRing(Ring):
     def __init__(self, name: str, rank: int, ranks: list[ThreadRing], size: int, timeout: float) -> None:
         super().__init__(name, rank, size, timeout, Inbox())
         self._ranks = ranks
-        self._letters: defaultdict[tuple[int, int], deque[_Letter]] = defaultdict(deque)
+        self._letters: dict[tuple[int, int, int], _Letter] = {}
+        """By rank, channel and number: sends and receives match in the order they were posted, however they end."""
+        self._sent: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
+        self._expected: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
         self._copy_stream: Any = None
 
     def _start(self, pending: Pending) -> None:
@@ -45,14 +48,15 @@ class ThreadRing(Ring):
         for parcel in pending.sends:
             letter = _Letter(parcel.tensor, ready=pending.posted)
             pending.works.append((parcel, letter))
-            reader = self._ranks[parcel.peer]
+            reader, number = self._ranks[parcel.peer], next(self._sent[parcel.peer, parcel.channel])
             with reader._inbox.changed:
-                reader._letters[self.rank, parcel.channel].append(letter)
+                reader._letters[self.rank, parcel.channel, number] = letter
                 reader._inbox.changed.notify_all()
+        pending.numbers = [next(self._expected[parcel.peer, parcel.channel]) for parcel in pending.receives]
 
     def _finish(self, pending: Pending) -> None:
-        for parcel in pending.receives:
-            self._receive(parcel, pending)
+        for parcel, number in zip(pending.receives, pending.numbers, strict=True):
+            self._receive(parcel, number, pending)
         letters = pending.works
 
         def untaken() -> list[int]:
@@ -66,12 +70,14 @@ class ThreadRing(Ring):
             if letter.copied is not None:
                 torch.cuda.current_stream().wait_event(letter.copied)
 
-    def _receive(self, parcel: Parcel, pending: Pending) -> None:
-        where = pending.where
-        with self._inbox.changed:
-            queue = self._letters[parcel.peer, parcel.channel]
-        self._await(lambda: [] if queue else [parcel.peer], lambda peer: f"no {parcel.what} from rank {peer}", where)
-        letter = queue.popleft()
+    def _receive(self, parcel: Parcel, number: int, pending: Pending) -> None:
+        where, key = pending.where, (parcel.peer, parcel.channel, number)
+
+        def missing() -> list[int]:
+            return [] if key in self._letters else [parcel.peer]
+
+        self._await(missing, lambda peer: f"no {parcel.what} from rank {peer}", where)
+        letter = self._letters.pop(key)
         if letter.tensor.nbytes != parcel.tensor.nbytes:
             raise RingError(
                 f"rank {self.rank}, {where}: {parcel.what} from rank {parcel.peer} has {letter.tensor.nbytes} bytes, "
