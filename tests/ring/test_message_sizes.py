@@ -1,8 +1,9 @@
-"""A message of another size than was planned is an error at both ends, whatever the ring runs on."""
+"""A message of another size than was planned is an error at both ends; messages match as they were posted."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -61,3 +62,16 @@ def test_calls_that_differ_and_are_not_checked() -> None:
     assert sorted(caught.value.errors) == [0, 1]
     for rank, text in caught.value.errors.items():
         assert re.match(rf"RingError: rank {rank}, forward round 0: .*rank {1 - rank}", text), text
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_processes], ids=["threads", "processes"])
+def test_transfers_match_in_the_order_they_are_posted_and_may_end_in_another(run: Any) -> None:
+    def body(ring: Ring) -> list[float]:
+        tensors = [torch.full((4,), float(number if ring.rank == 0 else -1)) for number in range(3)]
+        parcels = [[Parcel(1 - ring.rank, 0, tensor.view(torch.uint8), "block")] for tensor in tensors]
+        under_way = [ring.post(*((one, []) if ring.rank == 0 else ([], one)), "round 1") for one in parcels]
+        for pending in (under_way[1], under_way[2], under_way[0]):
+            ring.wait(pending)
+        return [float(tensor[0]) for tensor in tensors]
+
+    assert run(body, 2, timeout=30) == [[0.0, 1.0, 2.0]] * 2
