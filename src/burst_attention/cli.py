@@ -97,6 +97,9 @@ def _add_plan(commands: Any) -> None:
         "--direction", choices=("auto", "kv", "query"), default="auto", help="which side moves in backward"
     )
     plan.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), default="bfloat16")
+    plan.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose kernels compute (default cpu)")
+    plan.add_argument("--coalesce", type=int, help="visiting blocks computed as one (default 1, on a GPU 2)")
+    plan.add_argument("--ranks-per-host", type=int, default=1, help="more than 1: a double ring (default 1)")
     plan.set_defaults(run=_plan)
 
 
@@ -171,8 +174,11 @@ def _bench(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from burst_attention.api import plan
 
-    options = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_dim", "layout", "direction")}
-    options |= {"mask": parse_mask(args.mask), "dtype": getattr(torch, args.dtype)}
+    names = ("heads", "kv_heads", "head_dim", "layout", "direction", "device", "ranks_per_host")
+    options = {name: getattr(args, name) for name in names}
+    options |= {"mask": parse_mask(args.mask), "dtype": getattr(torch, args.dtype), "coalesce": "auto"}
+    if args.coalesce is not None:
+        options["coalesce"] = args.coalesce
     print(plan(args.tokens, args.ranks, **options))
     return 0
 

@@ -1,0 +1,37 @@
+"""`burst plan`: the command prints what `plan` gives for the same options, and refuses in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from burst_attention import causal, full, plan
+from burst_attention.cli import main
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("", {"mask": full()}),
+        ("--mask causal() --layout zigzag --kv-heads 8", {"mask": causal(), "layout": "zigzag", "kv_heads": 8}),
+        ("--direction kv --dtype float32", {"direction": "kv", "dtype": torch.float32}),
+        ("--coalesce 2 --head-dim 64", {"coalesce": 2, "head_dim": 64}),
+        ("--ranks-per-host 2", {"ranks_per_host": 2}),
+        ("--device cuda", {"device": "cuda"}),
+    ],
+)
+def test_it_prints_the_plan_of_its_options(
+    words: str, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--tokens", "1024", "--ranks", "4", *words.split()]) == 0
+    wanted = str(plan(1024, 4, **({"heads": 32, "head_dim": 128, "layout": "contiguous"} | options)))
+    assert capsys.readouterr().out == wanted + "\n"
+    assert options == {"mask": full()} or wanted != str(plan(1024, 4, heads=32, head_dim=128, layout="contiguous"))
+
+
+def test_what_cannot_be_planned_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--tokens", "1024", "--ranks", "4", "--coalesce", "0"]) == 2
+    said = capsys.readouterr()
+    assert said.err == "burst plan: coalesce must be 'auto' or a whole number from 1 to 8, got 0\n" and not said.out
