@@ -32,6 +32,8 @@ def test_it_prints_the_plan_of_its_options(
 
 
 def test_what_cannot_be_planned_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--tokens", "1024", "--ranks", "4", "--coalesce", "0"]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--tokens", "1024", "--ranks", "4", "--coalesce", "0"])
+    assert ended.value.code == 2
     said = capsys.readouterr()
     assert said.err == "burst plan: coalesce must be 'auto' or a whole number from 1 to 8, got 0\n" and not said.out
