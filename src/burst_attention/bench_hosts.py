@@ -216,8 +216,8 @@ STUBBED: dict[str, Variant] = {
 
 def speed_rows(repeat: int) -> Rows:
     """Flat against double ring, forward + backward, and what each takes without its compute or its transfers."""
-    # Two groups of heads, as a double ring has by itself, in both: what differs is the ring.
-    variants: dict[str, Variant] = {name: {"topology": name, "head_groups": 2} for name in ("flat", "double")}
+    # Four groups of heads, as a double ring has by itself, in both: what differs is the ring.
+    variants: dict[str, Variant] = {name: {"topology": name, "head_groups": 4} for name in ("flat", "double")}
     for case in SPEED:
         with Hosts(case.hosts, mbit=case.mbit) as hosts:
             rate = hosts.link_rate()

@@ -222,6 +222,7 @@ def test_ranks_on_two_hosts_train_alike(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = ["-m", "burst_attention.cli", *arguments(out, **JOB)]
     with Hosts(2, mbit=200) as hosts:
-        outcomes = hosts.torchrun(words, 1, env=environment(), timeout=SECONDS)
+        # Two on each, which is a double ring.
+        outcomes = hosts.torchrun(words, 2, env=environment(), timeout=SECONDS)
     assert [outcome.status for outcome in outcomes] == [0, 0], outcomes
     torch.testing.assert_close(losses(rows(out)), losses(rows(whole)), rtol=1e-5, atol=0)

@@ -125,7 +125,12 @@ def read_config(args: argparse.Namespace) -> TrainConfig:
     names = [each.name for each in fields(TrainConfig)]
     given = read_file(Path(args.config), names) if args.config else {}
     given |= {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return TrainConfig(**given)
+    config = TrainConfig(**given)
+    if "window" in given and "window" not in config.mask:
+        raise ValueError(f"window {config.window} needs a mask with a window, and mask is {config.mask}")
+    if "keep_last" in given and config.checkpointing != "selective":
+        raise ValueError(f"keep_last needs checkpointing selective, which is {config.checkpointing}")
+    return config
 
 
 def read_file(path: Path, names: list[str]) -> dict[str, Any]:

@@ -66,10 +66,11 @@ class Trainer:
                 if say:
                     say.step(record)
                 # The same on every rank, so that all leave by this door.
-                if not math.isfinite(record.loss):
-                    raise ValueError(
-                        f"the loss of step {record.step} is {record.loss}; lower --lr, or look at the data"
-                    )
+                for what, value in (("loss", record.loss), ("gradients' norm", record.grad_norm or 0.0)):
+                    if not math.isfinite(value):
+                        raise ValueError(
+                            f"the {what} of step {record.step} is {value}; lower --lr, or look at the data"
+                        )
                 stopping = stopper.requested()
                 if stopping or self._due():
                     path = self._save()
@@ -155,6 +156,8 @@ class Trainer:
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint, if asked; a run that would overwrite another is refused."""
+        if wrong := next((place for place in (self.folder, *self.folder.parents) if place.is_file()), None):
+            raise ValueError(f"--out {self.folder} cannot be a folder: {wrong} is a file")
         newest = checkpoint.latest(self.folder / CHECKPOINTS)
         if not self.config.resume:
             if newest is not None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import difflib
 import json
 import textwrap
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -58,24 +60,16 @@ def families() -> list[str]:
 
 def make_model(config: TrainConfig, vocab_size: int) -> Any:
     """A model from a family's config, or with the weights of a folder or a hub id; weights in fp32, never unpickled."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     settings = _model_settings(config.model_config)
     folder = Path(config.model)
     torch.manual_seed(config.seed)
-    if not folder.exists() and "/" not in config.model:
+    if not _exists(folder) and "/" not in config.model:
         return _from_family(config, settings, vocab_size)
     if settings:
         raise ValueError(f"--model-config changes a config, and {config.model} brings its own; leave one of them out")
-    if folder.exists() and not (folder / "config.json").exists():
+    if _exists(folder) and not (folder / "config.json").exists():
         raise ValueError(f"{folder} holds no config.json, so it is no model's folder")
-    try:
-        found = AutoConfig.from_pretrained(config.model, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(
-            config.model, config=found, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"cannot load the model {config.model}: {str(error).splitlines()[0]}") from None
+    model = _with_weights(config.model)
     if model.config.vocab_size < vocab_size:
         raise ValueError(
             f"the tokenizer has {vocab_size} tokens, the model {config.model} only {model.config.vocab_size}: give the "
@@ -84,21 +78,75 @@ def make_model(config: TrainConfig, vocab_size: int) -> Any:
     return model
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name too long for any file
+        return False
+
+
+def _with_weights(source: str) -> Any:
+    """A model of a folder or a hub id; one that lacks a weight is refused: transformers would make a random one."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        turn_dropout_off(config)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=torch.float32, trust_remote_code=False, use_safetensors=True,
+            output_loading_info=True,
+        )  # fmt: skip
+    except Exception as error:
+        # A damaged file, weights of another shape, an id that is none: each library says it in its own way.
+        raise ValueError(f"cannot load the model {_named(source)}: {_reason(error)}") from None
+    wrong = sorted({*found["missing_keys"], *(str(key) for key, *_ in found["mismatched_keys"])})
+    if wrong:
+        raise ValueError(f"the model {source} lacks {len(wrong)} of its weights, {wrong[0]} among them")
+    return model
+
+
+def turn_dropout_off(config: Any) -> None:
+    """With dropout no loss would be the unsharded run's: ranks cannot draw the masks that one device draws."""
+    found = _dropouts(config.to_dict())
+    for name in found:
+        setattr(config, name, 0.0)
+    if found and not (dist.is_initialized() and dist.get_rank()):
+        warnings.warn(f"dropout is off: the model's {', '.join(found)} taken as 0", stacklevel=2)
+
+
+def _dropouts(settings: dict[str, Any]) -> list[str]:
+    """The settings that leave something out by chance."""
+    return sorted(name for name, value in settings.items() if "drop" in name and type(value) is float and value > 0)
+
+
+def _named(text: str) -> str:
+    """A name that a user gave, short enough for a line."""
+    return text if len(text) <= NAME_LENGTH else text[:NAME_LENGTH] + "..."
+
+
+def _reason(error: Exception) -> str:
+    return textwrap.shorten(str(error), REASON_LENGTH, placeholder=" ...") or type(error).__name__
+
+
 def _from_family(config: TrainConfig, settings: dict[str, Any], vocab_size: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     _require_family(config.model)
+    if asked := _dropouts(settings):
+        raise ValueError(f"--model-config: {asked[0]} must be 0, for ranks cannot draw the masks of one device")
     given = {**SMALL, "max_position_embeddings": max(config.tokens, 2048), "attention_dropout": 0.0, **settings}
     given = {"vocab_size": vocab_size, "tie_word_embeddings": False, **given}
     if given["vocab_size"] < vocab_size:
         raise ValueError(f"the tokenizer has {vocab_size} tokens, --model-config only {given['vocab_size']}")
     try:
         known, made = AutoConfig.for_model(config.model), AutoConfig.for_model(config.model, **given)
+        turn_dropout_off(made)
         model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     except Exception as error:
         # What is wrong with a config each family says in its own way, some at length.
-        reason = textwrap.shorten(str(error), REASON_LENGTH, placeholder=" ...")
-        raise ValueError(f"cannot make a causal language model of the family {config.model}: {reason}") from None
+        raise ValueError(
+            f"cannot make a causal language model of the family {config.model}: {_reason(error)}"
+        ) from None
     for name in settings:
         if not hasattr(known, name) and name not in SMALL:
             near = difflib.get_close_matches(name, dir(known), 1)
@@ -115,7 +163,7 @@ def _require_family(name: str) -> None:
         return
     near = difflib.get_close_matches(name, known, 2)
     hint = f"; near it: {', '.join(near)}" if near else ""
-    shown = repr(name if len(name) <= NAME_LENGTH else name[:NAME_LENGTH] + "...")
+    shown = repr(_named(name))
     fault = f"there is no model {shown}: neither a folder nor a family that transformers knows"
     if name in CONFIG_MAPPING:
         fault = f"the family {shown} has no causal language model in transformers"
@@ -126,7 +174,7 @@ def _model_settings(text: str) -> dict[str, Any]:
     if not text:
         return {}
     path = Path(text)
-    source = path.read_text() if not text.lstrip().startswith("{") and path.exists() else text
+    source = path.read_text() if not text.lstrip().startswith("{") and _exists(path) else text
     try:
         found = json.loads(source)
     except json.JSONDecodeError as error:
@@ -196,8 +244,13 @@ def require_known_logits(model: Any) -> None:
     """
     model.eval()
     ids = torch.zeros((1, 2), dtype=torch.int64, device=model.get_output_embeddings().weight.device)
-    logits = model(input_ids=ids, use_cache=False).logits
-    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits
+        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot compute two tokens with this config: {_reason(error)}"
+        ) from None
     found = model.get_output_embeddings()(scaled(hidden, model.config))
     cap = getattr(model.config, "final_logit_softcapping", None)
     found = found if cap is None else cap * torch.tanh(found / cap)

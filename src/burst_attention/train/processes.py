@@ -239,7 +239,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _enter(rank: int, body: Body, told: Any, folder: str, ranks: int) -> None:
-    """One rank's process; it ends with what `body` gives, without Python's own tidying up where that failed."""
+    """One rank's process; it ends with what `body` gives, without Python's own tidying up."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -253,11 +253,10 @@ def _enter(rank: int, body: Body, told: Any, folder: str, ranks: int) -> None:
             said["trace"] = "".join(traceback.format_exception(error.__cause__ or error))
     if said:
         Path(folder, f"error-{rank}").write_text(json.dumps(said))
-    if status:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Threads may still be blocked inside gloo, and its teardown may complain at length.
-        os._exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads may still be blocked inside gloo, and the teardown of what a rank has used may complain, or abort.
+    os._exit(status)
 
 
 def _end_with_parent() -> None:
