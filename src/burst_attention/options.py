@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
@@ -149,12 +150,14 @@ def resolve_layout(text: str, tokens: int, ring_size: int, argument: str = "layo
 
 
 def _require_lengths(layout: Layout, lengths: tuple[int, ...], what: str, argument: str) -> None:
+    """Which rank is wrong the lengths alone cannot say, so all are told."""
+    held = textwrap.shorten(", ".join(map(str, lengths)), 100, placeholder=" ...")
     for rank, length in enumerate(lengths):
         if layout.local_tokens(rank) != length:
             raise ValueError(
                 f"rank {rank} holds {length} {what} tokens, but {argument} {layout} gives it "
                 f"{layout.local_tokens(rank)}; "
-                f"shard with Layout.shard, or pass the {argument} that the data was sharded with"
+                f"shard with Layout.shard, or pass the {argument} that the data was sharded with (ranks hold {held})"
             )
 
 

@@ -235,7 +235,10 @@ BAD = [
     ),
     Bad(
         "layout-of-another-length",
-        ("rank 0 holds 4 query tokens, but layout contiguous(15, 3) gives it 5; shard with Layout.shard, or pass",),
+        (
+            "rank 0 holds 4 query tokens, but layout contiguous(15, 3) gives it 5; shard with Layout.shard, or pass",
+            "(ranks hold 4, ",
+        ),
         {"layout": Layout.contiguous(15, SIZE)},
         names_rank=False,
     ),
