@@ -15,6 +15,7 @@ asked to compute:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -220,15 +221,22 @@ def cover_rows(pieces: Iterable[Piece], rows: int, keys: bool = False) -> bool:
 
 def intersect_rows(a: Rows, b: Rows) -> Rows:
     """Rows in both."""
-    return unite_rows((max(p[0], q[0]), min(p[1], q[1])) for p in a for q in b)
+    both, at, beside = [], 0, 0
+    while at < len(a) and beside < len(b):
+        both.append((max(a[at][0], b[beside][0]), min(a[at][1], b[beside][1])))
+        if a[at][1] < b[beside][1]:
+            at += 1
+        else:
+            beside += 1
+    return unite_rows(both)
 
 
 def subtract_rows(a: Rows, b: Rows) -> Rows:
     """Rows of a that are not in b."""
-    rest = list(a)
-    for first, last in b:
-        rest = [part for low, high in rest for part in ((low, min(high, first)), (max(low, last), high))]
-    return unite_rows(rest)
+    if not a or not b:
+        return a
+    edges = [min(a[0][0], b[0][0]), *itertools.chain.from_iterable(b), max(a[-1][1], b[-1][1])]
+    return intersect_rows(a, tuple(zip(edges[::2], edges[1::2], strict=True)))
 
 
 def stretches(rows: Rows, *memories: Rows) -> list[Rows]:

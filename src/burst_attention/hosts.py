@@ -46,6 +46,7 @@ from burst_attention.ring import Ring
 Result = TypeVar("Result")
 INTERFACE = "eth0"
 MOST_HOSTS = 200
+FRAME_BYTES = 1514
 
 # A bucket smaller than one of the kernel's 64 KiB packets makes it cut each into frames, which takes much of a core.
 # Two and a half milliseconds' worth is what 800 Mbit/s needs to come near its rate.
@@ -237,6 +238,13 @@ class Hosts:
         self._require_hosts()
         shown = call_tool("ip", "-n", self._switch, "-json", "-statistics", "link", "show", f"port{self._index(host)}")
         return int(json.loads(shown)[0]["stats64"]["rx"]["bytes"])
+
+    def bytes_repeated(self, host: int) -> int:
+        """The most of `bytes_sent` that TCP may have sent again: where cores are short, acknowledgements come late."""
+        self._require_hosts()
+        with inside(self.namespaces[self._index(host)]), open("/proc/thread-self/net/snmp") as table:
+            names, values = (line.split() for line in table if line.startswith("Tcp:"))
+        return int(values[names.index("RetransSegs")]) * FRAME_BYTES
 
     def link_rate(self, seconds: float = 0.4) -> float:
         """Mbit/s that a plain socket carries from host 0 to host 1, once under way."""

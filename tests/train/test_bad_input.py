@@ -60,6 +60,7 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "softcap": (lambda _: {"model": "gemma2"}, "caps its scores"),
     "own-mask": (lambda _: {"model": "gemma3_text", "model_config": tiny(use_bidirectional_attention=True)}, "mask"),
     "dropout": (lambda _: {"model_config": tiny(attention_dropout=0.1)}, "attention_dropout must be 0, for ranks"),
+    "dropout-of-one": (lambda _: {"model_config": tiny(attention_dropout=1)}, "attention_dropout must be 0, for ranks"),
     "window": (lambda _: {"window": 9}, "window 9 needs a mask with a window, and mask is documents"),
     "keep-last": (lambda _: {"keep_last": 0.5}, "keep_last needs checkpointing selective, which is none"),
     "out-in-a-file": (lambda folder: {"out": empty(folder) / "run"}, "empty.txt is a file"),

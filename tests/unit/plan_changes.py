@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from burst_attention.geometry import Rows
 from burst_attention.schedule import PhasePlan, Round, Transfer, Visit
-from burst_attention.schedule.plan import packed_pieces
 from tests.unit.oracle import row_list
 from tests.unit.plan_steps import sent
 
@@ -26,7 +25,7 @@ def changed(phase: PhasePlan, step: Round, **fields: object) -> PhasePlan:
 def revisited(phase: PhasePlan, step: Round, old: Visit, *new: Visit) -> PhasePlan:
     """The plan with none, one or several visits in one's place, packed again."""
     listed = sum((new if visit is old else (visit,) for visit in step.visits), ())
-    return changed(phase, step, visits=listed, pieces=packed_pieces(listed, phase.direction))
+    return changed(phase, step, visits=listed)
 
 
 def exchanged(phase: PhasePlan, old: Transfer, *new: Transfer, ends: str = "both") -> PhasePlan:

@@ -19,10 +19,12 @@ from burst_attention.geometry import (
     cut,
     full_piece,
     intersect,
+    intersect_rows,
     join_pieces,
     make_piece,
     row_offset,
     subtract,
+    subtract_rows,
     tighten,
     unite_rows,
 )
@@ -254,4 +256,13 @@ def test_rows_unite_count_and_contain_as_sets_do(a: list[tuple[int, int]], b: li
     assert all(earlier[1] < later[0] for earlier, later in pairwise(outer))
     assert count_rows(outer) == len(rows)
     assert contains_rows(outer, inner) == (set(row_list(inner)) <= rows)
+    assert row_list(intersect_rows(outer, inner)) == sorted(rows & set(row_list(inner)))
+    assert row_list(subtract_rows(outer, inner)) == sorted(rows - set(row_list(inner)))
     assert [row_offset(outer, row) for row in sorted(rows)] == list(range(len(rows)))
+
+
+def test_many_ranges_are_subtracted_as_few_are() -> None:
+    """As short documents of a striped layout make them."""
+    all_of_them = tuple((at, at + 3) for at in range(0, 40_000, 5))
+    first_rows = tuple((at, at + 1) for at in range(0, 40_000, 5))
+    assert subtract_rows(all_of_them, first_rows) == tuple((at + 1, at + 3) for at in range(0, 40_000, 5))

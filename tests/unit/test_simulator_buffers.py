@@ -116,8 +116,7 @@ def piece_outside_of_the_rows_that_visit(phase: PhasePlan) -> Iterator[PhasePlan
     for _, step, visit in away(phase):
         for shift in (1, 99):
             moved = tuple(piece._replace(k_first=piece.k_first + shift) for piece in visit.pieces)
-            listed = tuple(replace(visit, pieces=moved) if other is visit else other for other in step.visits)
-            yield changed(phase, step, visits=listed)
+            yield revisited(phase, step, visit, replace(visit, pieces=moved))
 
 
 def passes(phase: PhasePlan) -> bool:

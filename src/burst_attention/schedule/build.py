@@ -23,7 +23,7 @@ from burst_attention.kept import kept
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask
 from burst_attention.schedule.bundles import DIRECTIONS, Heads, Shapes, make_bundle, moved_fields
-from burst_attention.schedule.plan import OPERAND, RESULT, PhasePlan, Plan, Round, Transfer, Visit, packed_pieces
+from burst_attention.schedule.plan import OPERAND, RESULT, PhasePlan, Plan, Round, Transfer, Visit
 from burst_attention.topology import INSIDE, DoubleRing, Stop
 
 HOME = Stop(0, 0)
@@ -241,8 +241,7 @@ class _Builder:
                     if (rows := self.needed[block, stop.distance])
                 )
             sends, receives = self.sends[rank][index], self.receives[rank][index]
-            pieces = packed_pieces(visits, self.side)
-            rounds.append(Round(index, visits, pieces, _in_order(sends), _in_order(receives)))
+            rounds.append(Round(index, visits, self.side, _in_order(sends), _in_order(receives)))
         return tuple(rounds)
 
     def _home_visits(self, rank: int) -> tuple[Visit, Visit]:

@@ -92,10 +92,18 @@ class Round:
 
     index: int
     visits: tuple[Visit, ...]
-    pieces: tuple[Piece, ...]
-    """What a kernel is asked to compute: the visits' pieces, in rows of the buffer."""
+    moving: str
+    """The side whose blocks visit: "kv" or "query"."""
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What a kernel is asked to compute: the visits' pieces, in rows of the buffer.
+
+        Found when asked for: a rank computes with its own alone, and of plans that were weighed one is run.
+        """
+        return packed_pieces(self.visits, self.moving)
 
     @property
     def heads(self) -> Heads | None:

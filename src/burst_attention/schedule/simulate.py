@@ -21,7 +21,7 @@ from burst_attention.geometry import (
 )
 from burst_attention.schedule.buffers import PlanError, require_memory
 from burst_attention.schedule.bundles import Heads
-from burst_attention.schedule.plan import OPERAND, RESULT, PhasePlan, Round, Transfer, Visit, packed_pieces
+from burst_attention.schedule.plan import OPERAND, RESULT, PhasePlan, Round, Transfer, Visit
 
 Contributions = Counter[tuple[int, int]]
 """How often (contributing rank, row of the block) is summed into a result."""
@@ -169,7 +169,7 @@ def _compute(plan: PhasePlan, rank: _Rank, index: int, step: Round, expected: li
     """Contribute every row of the moving side that the visits' pieces touch."""
     visitors = {visit.block for visit in step.visits} - {index}
     _require(set(rank.operands) <= visitors, f"rank {index} round {step.index}: nobody computes with a block at hand")
-    _require(step.pieces == packed_pieces(step.visits, plan.direction), f"rank {index} round {step.index}: pieces")
+    _require(step.moving == plan.direction, f"rank {index} round {step.index}: {step.moving} moves")
     for visit in step.visits:
         at_home = visit.block == index
         _require(at_home or visit.block in rank.operands, f"rank {index} lacks block {visit.block}")

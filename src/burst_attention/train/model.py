@@ -116,7 +116,8 @@ def turn_dropout_off(config: Any) -> None:
 
 def _dropouts(settings: dict[str, Any]) -> list[str]:
     """The settings that leave something out by chance."""
-    return sorted(name for name, value in settings.items() if "drop" in name and type(value) is float and value > 0)
+    numbers = {name: value for name, value in settings.items() if type(value) in (int, float)}
+    return sorted(name for name, value in numbers.items() if "drop" in name and value > 0)
 
 
 def _named(text: str) -> str:
