@@ -16,6 +16,7 @@ asked to compute:
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -241,14 +242,10 @@ def subtract_rows(a: Rows, b: Rows) -> Rows:
 
 def stretches(rows: Rows, *memories: Rows) -> list[Rows]:
     """Rows in groups whose ranges lie next to each other in each of some buffers that hold their rows packed."""
-    groups: list[Rows] = []
-    for first, last in rows:
-        before = groups[-1][-1] if groups else None
-        if before and all(row_offset(m, first) == row_offset(m, before[1] - 1) + 1 for m in memories):
-            groups[-1] = (*groups[-1], (first, last))
-        else:
-            groups.append(((first, last),))
-    return groups
+    held = unite_rows(itertools.chain.from_iterable(memories))
+    between = intersect_rows(tuple((a[1], b[0]) for a, b in itertools.pairwise(rows)), held)
+    ends = [0, *(bisect_right(rows, (first, first)) for first, _ in between), len(rows)]
+    return [rows[begin:end] for begin, end in itertools.pairwise(sorted(set(ends)))]
 
 
 def count_rows(rows: Rows) -> int:
@@ -261,14 +258,24 @@ def contains_rows(outer: Rows, inner: Rows) -> bool:
     return unite_rows((*outer, *inner)) == outer
 
 
-def row_offset(rows: Rows, first: int) -> int:
-    """Where local row `first` lies in a buffer that holds exactly `rows`, one after the other."""
-    offset = 0
-    for low, high in rows:
-        if low <= first < high:
-            return offset + first - low
-        offset += high - low
-    raise AssertionError(f"row {first} is not among {rows}")
+class Packed:
+    """A buffer that holds exactly some rows, one range after the other."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self._before = list(itertools.accumulate((last - first for first, last in rows), initial=0))
+
+    def offset(self, row: int) -> int:
+        """Where a row lies."""
+        at = bisect_right(self.rows, (row, UNBOUNDED)) - 1
+        if at < 0 or row >= self.rows[at][1]:
+            raise AssertionError(f"row {row} is not among {self.rows}")
+        return self._before[at] + row - self.rows[at][0]
+
+
+def row_offset(rows: Rows, row: int) -> int:
+    """Where a row lies in a buffer that holds exactly `rows`."""
+    return Packed(rows).offset(row)
 
 
 def join_pieces(pieces: Sequence[Piece]) -> tuple[Piece, ...]:

@@ -18,6 +18,10 @@ PHASES = ("forward", "backward")
 COALESCE = (1, 2, 3)
 
 
+WIDE = 1 << 20
+"""A batch whose rows are so large that none travels without being needed, however many messages it would save."""
+
+
 class Case(NamedTuple):
     """Layouts of queries and keys, a mask, the pairs it allows by global positions, and the ring."""
 
@@ -28,12 +32,13 @@ class Case(NamedTuple):
     coalesce: int
     per_host: int = 1
 
-    def plan(self, direction: str, requires_grad: str = "qkv") -> Plan:
+    def plan(self, direction: str, requires_grad: str = "qkv", batch: int = 1) -> Plan:
         return plan(
             self.layout.tokens,
             self.layout.ring_size,
             heads=2,
             head_dim=8,
+            batch=batch,
             mask=self.mask,
             layout=self.layout,
             key_layout=self.key_layout,

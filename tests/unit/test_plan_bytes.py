@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burst_attention import Layout, Mask, Plan, blocks, causal, documents, full, plan, prefix, window
-from tests.unit.plan_steps import COALESCE, DIRECTIONS, PHASES
+from tests.unit.plan_steps import COALESCE, DIRECTIONS, PHASES, WIDE
 
 query, key = np.indices((48, 48))
 document = np.repeat([0, 1, 2], [20, 9, 19])
@@ -243,6 +243,7 @@ def test_bytes_are_those_of_rows_with_allowed_pairs(
     call: dict[str, Any], case: tuple[Mask, np.ndarray], requires_grad: str, direction: str
 ) -> None:
     """From the mask's table alone: each rank gets, and gives back, the rows of every other that its own rows meet."""
+    call["batch"] = WIDE
     made = forced(direction, **call, mask=case[0], requires_grad=requires_grad)
     rows = 0
     for q_rank, k_rank in itertools.permutations(range(call["ring_size"]), 2):

@@ -18,6 +18,7 @@ from tests.unit.plan_steps import (
     COALESCE,
     DIRECTIONS,
     PHASES,
+    WIDE,
     Case,
     away,
     buffer_of,
@@ -74,7 +75,7 @@ def test_plans_of_some_gradients_can_run(case: Case, direction: str, requires_gr
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(cases(), st.sampled_from(DIRECTIONS))
 def test_no_piece_or_visit_is_needless(case: Case, direction: str) -> None:
-    for phase in phases(case.plan(direction)):
+    for phase in phases(case.plan(direction, batch=WIDE)):
         seen = Counter((visit.block, rank) for rank, _, visit in away(phase))
         assert set(seen.values()) <= {1}, "a block visits a rank once"
         for rank, step, visit in visits(phase):
@@ -97,7 +98,7 @@ def test_no_piece_or_visit_is_needless(case: Case, direction: str) -> None:
 @given(cases(), st.sampled_from(DIRECTIONS))
 def test_operands_are_exactly_the_rows_that_pieces_touch(case: Case, direction: str) -> None:
     """From the visitor of the round before where that has the row, else straight from home, one round ahead."""
-    for phase in phases(case.plan(direction)):
+    for phase in phases(case.plan(direction, batch=WIDE)):
         needs, sources = needs_of(phase), defaultdict(list)
         arrival = {(visit.block, rank): step.index - 1 for rank, step, visit in away(phase)}
         for transfer in sent(phase, "operand"):
@@ -116,7 +117,7 @@ def test_operands_are_exactly_the_rows_that_pieces_touch(case: Case, direction: 
 @given(cases(), st.sampled_from(DIRECTIONS))
 def test_results_are_exactly_the_rows_that_pieces_touch(case: Case, direction: str) -> None:
     """Each visitor sends each row once: on to the visitor of the next round where that adds to it, else home."""
-    for phase in phases(case.plan(direction)):
+    for phase in phases(case.plan(direction, batch=WIDE)):
         if not phase.results.fields:
             assert sent(phase, "result") == []
             continue
@@ -134,13 +135,47 @@ def test_results_are_exactly_the_rows_that_pieces_touch(case: Case, direction: s
         assert {at: sorted(rows) for at, rows in targets.items()} == expected
 
 
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(cases(), st.sampled_from(DIRECTIONS))
+def test_a_visitor_gets_the_rows_it_needs_or_those_that_any_needs(case: Case, direction: str) -> None:
+    for phase in phases(case.plan(direction)):
+        needs, anywhere = needs_of(phase), defaultdict(set)
+        for (block, _), rows in needs.items():
+            anywhere[block] |= rows
+        alike = dict.fromkeys(anywhere, True)
+        exact = dict(alike)
+        for rank, _, visit in away(phase):
+            exact[visit.block] &= row_list(visit.rows) == sorted(needs[visit.block, rank])
+            alike[visit.block] &= row_list(visit.rows) == sorted(anywhere[visit.block])
+        assert all(exact[block] or alike[block] for block in anywhere)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_striped_documents_travel_in_one_message_a_hop(direction: str, ranks_per_host: int) -> None:
+    """Ranks before a block's home need all rows but each document's last: exactly these would be a message each."""
+    lengths = [16] * 40
+    same = {
+        "heads": 2, "head_dim": 8, "mask": documents(lengths) & causal(), "layout": "striped", "direction": direction,
+        "forward_direction": direction, "ranks_per_host": ranks_per_host,
+    }  # fmt: skip
+    few, exact = plan(sum(lengths), 4, **same), plan(sum(lengths), 4, batch=WIDE, **same)
+    for phase in PHASES:
+        sends = [t for _, step in steps(few.phase(phase)) for t in step.sends]
+        hops = Counter((t.channel, t.block, t.source, t.target, t.round) for t in sends)
+        assert set(hops.values()) == {1}
+        assert exact.phase(phase).total_messages > len(hops) + len(lengths)
+        needed = sum(t.row_count for _, step in steps(exact.phase(phase)) for t in step.sends)
+        assert needed < sum(t.row_count for t in sends) < 1.35 * needed
+
+
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(cases(), st.sampled_from(DIRECTIONS))
 def test_total_bytes_are_those_of_the_rows_needed(case: Case, direction: str) -> None:
     """A row travels to a rank where the dense table has a pair for it there, and else does not."""
     tables = shard_tables(case)
     ranks = range(case.layout.ring_size)
-    for phase in phases(case.plan(direction)):
+    for phase in phases(case.plan(direction, batch=WIDE)):
         needs = needs_of(phase)
         used = {
             (block, rank): set(np.flatnonzero(tables[q][k].any(0 if direction == "kv" else 1)).tolist())

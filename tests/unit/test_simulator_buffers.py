@@ -12,7 +12,7 @@ from burst_attention import blocks, plan
 from burst_attention.geometry import full_piece
 from burst_attention.schedule import PhasePlan, PlanError, Transfer, simulate
 from tests.unit.plan_changes import both, changed, exchanged, placed, revisited
-from tests.unit.plan_steps import away, phases, sent, steps, visits
+from tests.unit.plan_steps import WIDE, away, phases, sent, steps, visits
 
 FULL = plan(12, 3, heads=2, head_dim=8, direction="kv", forward_direction="kv")
 COALESCED = plan(12, 3, heads=2, head_dim=8, direction="kv", forward_direction="kv", coalesce=2)
@@ -20,7 +20,7 @@ COALESCED = plan(12, 3, heads=2, head_dim=8, direction="kv", forward_direction="
 # Of four parts of rank 0's keys rank 1 wants all but the third, and rank 2 all but the second.
 wanted = np.eye(12, dtype=bool)
 wanted[4:8, [0, 1, 3]] = wanted[8:12, [0, 2, 3]] = True
-GAPPED = plan(24, 3, heads=1, head_dim=8, mask=blocks(wanted, 2), direction="kv", forward_direction="kv")
+GAPPED = plan(24, 3, heads=1, head_dim=8, batch=WIDE, mask=blocks(wanted, 2), direction="kv", forward_direction="kv")
 
 SUBJECTS = {
     "forward": FULL.forward,
@@ -51,9 +51,13 @@ def operand_that_nobody_computes_with(phase: PhasePlan) -> Iterator[PhasePlan]:
 @broken
 def visit_with_rows_that_no_piece_needs(phase: PhasePlan) -> Iterator[PhasePlan]:
     """Only where no results travel: a row without a result would be missed on its way back."""
-    for _, step, visit in () if phase.results.fields else away(phase):
-        first_key = tuple(full_piece(p.q_first, p.q_count, p.k_first, 1) for p in visit.pieces)
-        yield revisited(phase, step, visit, replace(visit, pieces=first_key))
+    for _, _, wasted in () if phase.results.fields else away(phase):
+        broken = phase
+        for _, step, visit in away(phase):
+            if visit.block == wasted.block:
+                first_key = tuple(full_piece(p.q_first, p.q_count, p.k_first, 1) for p in visit.pieces)
+                broken = revisited(broken, step, visit, replace(visit, pieces=first_key))
+        yield broken
 
 
 @broken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,7 @@ from burst_attention.geometry import (
 from burst_attention.kept import kept
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask
-from burst_attention.schedule.bundles import DIRECTIONS, Heads, Shapes, make_bundle, moved_fields
+from burst_attention.schedule.bundles import DIRECTIONS, Bundle, Heads, Shapes, make_bundle, moved_fields
 from burst_attention.schedule.plan import OPERAND, RESULT, PhasePlan, Plan, Round, Transfer, Visit
 from burst_attention.topology import INSIDE, DoubleRing, Stop
 
@@ -30,6 +31,9 @@ HOME = Stop(0, 0)
 Pieces = tuple[Piece, ...]
 PieceTable = tuple[tuple[Pieces, ...], ...]
 """pieces[query rank][key rank]"""
+
+MESSAGE_BYTES = 64 * 1024
+"""What a message costs beside its bytes: a link of 10 Gbit/s carries so many in 50 microseconds."""
 
 
 @kept(64)
@@ -82,7 +86,7 @@ def _choose(
         bundles = make_bundle(operands, shapes), make_bundle(results, shapes, wire_dtype)
         for step in (1, -1):
             topology = DoubleRing(layout.ring_size, per_host, step, min(coalesce, max(layout.ring_size - 1, 1)))
-            rounds = _Builder(topology, pieces, side, bool(results), shapes.halves()).rounds()
+            rounds = _Builder(topology, pieces, side, bundles, shapes.halves()).rounds()
             candidates.append(PhasePlan(phase, side, topology, *bundles, shapes, needs, local_rows, rounds))
     return min(candidates, key=lambda plan: (plan.bytes_between_hosts, plan.total_bytes, plan.total_messages))
 
@@ -127,26 +131,61 @@ class _Builder:
     """Lays the rounds of every rank for one moving side and one way round the ring."""
 
     def __init__(
-        self, topology: DoubleRing, pieces: PieceTable, side: str, has_results: bool, halves: tuple[Heads, Heads] | None
+        self,
+        topology: DoubleRing,
+        pieces: PieceTable,
+        side: str,
+        bundles: tuple[Bundle, Bundle],
+        halves: tuple[Heads, Heads] | None,
     ) -> None:
         self.topology = topology
         self.pieces = pieces
         self.side = side
-        self.has_results = has_results
+        self.row_bytes = {OPERAND: bundles[0].row_bytes, RESULT: bundles[1].row_bytes}
+        self.has_results = bool(bundles[1].fields)
         self.halves = halves
-        self.returns = has_results and topology.size > 1
+        self.returns = self.has_results and topology.size > 1
         self.last_round = topology.visiting_rounds + self.returns
         ranks = range(topology.size)
         self.needed = {(b, d): self._needed_at(b, d) for b in ranks for d in range(topology.hosts)}
+        self.laid: list[Transfer] = []
+        """Transfers of the block that is being laid."""
         self.sends: list[list[list[Transfer]]] = [[[] for _ in range(self.last_round + 1)] for _ in ranks]
         self.receives: list[list[list[Transfer]]] = [[[] for _ in range(self.last_round + 1)] for _ in ranks]
 
     def rounds(self) -> tuple[tuple[Round, ...], ...]:
         for block in range(self.topology.size):
-            self._lay_operands(block)
-            if self.has_results:
-                self._lay_results(block)
+            for transfer in self._cheapest(block):
+                self.sends[transfer.source][transfer.round].append(transfer)
+                self.receives[transfer.target][transfer.round].append(transfer)
         return tuple(self._rank_rounds(rank) for rank in range(self.topology.size))
+
+    def _cheapest(self, block: int) -> list[Transfer]:
+        """A block's transfers: each host gets the rows that it needs or, if that saves enough messages, what any needs.
+
+        Short documents of a striped layout are an example: ranks need nearly the same rows, and where one does not
+        need a few of every document, its rows lie in as many stretches as there are documents.
+        """
+        exact = self._lay(block)
+        if len({(t.channel, t.source, t.target, t.round) for t in exact}) == len(exact):
+            return exact
+        needed = {at: rows for at, rows in self.needed.items() if at[0] == block and rows}
+        self.needed |= dict.fromkeys(needed, unite_rows(itertools.chain.from_iterable(needed.values())))
+        alike = self._lay(block)
+        if self._cost(alike) < self._cost(exact):
+            return alike
+        self.needed |= needed
+        return exact
+
+    def _cost(self, transfers: list[Transfer]) -> int:
+        return sum(t.row_count * self.row_bytes[t.channel] + MESSAGE_BYTES for t in transfers)
+
+    def _lay(self, block: int) -> list[Transfer]:
+        self.laid = []
+        self._lay_operands(block)
+        if self.has_results:
+            self._lay_results(block)
+        return self.laid
 
     def _visit(self, block: int, stop: Stop) -> Pieces:
         rank = self.topology.rank_at(block, stop)
@@ -221,9 +260,7 @@ class _Builder:
 
     def _add(self, channel: str, block: int, rows: Rows, source: int, target: int, index: int, due: int) -> None:
         link = self.topology.link(source, target)
-        transfer = Transfer(channel, block, rows, source, target, link, index, due)
-        self.sends[source][index].append(transfer)
-        self.receives[target][index].append(transfer)
+        self.laid.append(Transfer(channel, block, rows, source, target, link, index, due))
 
     def _rank_rounds(self, rank: int) -> tuple[Round, ...]:
         home_first, home_last = self._home_visits(rank)

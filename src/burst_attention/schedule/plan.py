@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from burst_attention.geometry import Piece, Rows, count_rows, join_pieces, moved_rows, row_offset, unite_rows
+from burst_attention.geometry import Packed, Piece, Rows, count_rows, join_pieces, moved_rows, row_offset, unite_rows
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask
 from burst_attention.schedule.bundles import Bundle, Heads, Shapes
@@ -130,11 +130,12 @@ def packed_pieces(visits: tuple[Visit, ...], direction: str) -> tuple[Piece, ...
     packed: list[Piece] = []
     start = 0
     for visit in visits:
+        buffer = Packed(visit.rows)
         for piece in visit.pieces:
             first, last = moved_rows(piece, direction)
-            at = start + row_offset(visit.rows, first) if visit.rows else first
+            at = start + buffer.offset(first) if visit.rows else first
             packed.append(piece._replace(**{"k_first" if direction == "kv" else "q_first": at}))
-            assert not visit.rows or row_offset(visit.rows, last - 1) + start - at == last - 1 - first
+            assert not visit.rows or buffer.offset(last - 1) + start - at == last - 1 - first
         start += count_rows(visit.rows)
     return join_pieces(packed) if start else tuple(packed)
 

@@ -86,16 +86,16 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _require_visits(plan: PhasePlan, rank: int, step: Round, index: int) -> None:
-    """Home is computed alone, or visitors are: each once, with the rows that its pieces touch and no others."""
+    """Home is computed alone, or visitors are: each once, with the rows that its pieces touch, or those of any rank."""
     where = f"rank {rank} round {index}"
     _require(step.index == index, f"{where} has index {step.index}")
     blocks = [visit.block for visit in step.visits]
     _require(len(set(blocks)) == len(blocks) and (rank not in blocks or len(blocks) == 1), f"{where}: visits {blocks}")
     for visit in step.visits:
-        touched = _touched_on_host(plan, rank, visit)
-        needed = () if visit.block == rank else touched
+        touched, anywhere = _touched_on_host(plan, rank, visit), _touched_anywhere(plan, visit.block)
+        allowed = ((),) if visit.block == rank else (touched, anywhere) if touched else (touched,)
         _require(visit.heads is None or visit.block == rank, f"{where}: only some heads of a visiting block")
-        _require(visit.rows == needed, f"{where}: rows of {visit.block} are {visit.rows}, pieces touch {touched}")
+        _require(visit.rows in allowed, f"{where}: rows of {visit.block} are {visit.rows}, pieces touch {touched}")
 
 
 def _touched_on_host(plan: PhasePlan, rank: int, visit: Visit) -> Rows:
@@ -105,6 +105,13 @@ def _touched_on_host(plan: PhasePlan, rank: int, visit: Visit) -> Rows:
     steps = (step for other in sorted(others) for step in plan.rounds[other])
     visits = (visit, *(other for step in steps for other in step.visits if other.block == visit.block))
     return unite_rows(moved_rows(piece, plan.direction) for each in visits for piece in each.pieces)
+
+
+def _touched_anywhere(plan: PhasePlan, block: int) -> Rows:
+    """Rows of a block that pieces of any rank touch but its home's."""
+    steps = (step for rank, rounds in enumerate(plan.rounds) if rank != block for step in rounds)
+    visits = (visit for step in steps for visit in step.visits if visit.block == block)
+    return unite_rows(moved_rows(piece, plan.direction) for visit in visits for piece in visit.pieces)
 
 
 def _require_one_stretch(plan: PhasePlan, transfer: Transfer) -> None:
