@@ -121,7 +121,9 @@ class ProcessRing(Ring):
         """NCCL runs a communicator's transfers one after the other, so each lane has one of its own."""
         while device.type == "cuda" and len(self._lane_groups) < LANES:
             ranks = dist.get_process_group_ranks(self._group)
-            self._lane_groups.append(dist.new_group(ranks, use_local_synchronization=True))
+            # NCCL's watchdog aborts a communicator whose transfer takes longer than its group's timeout.
+            limit = timedelta(seconds=self.timeout)
+            self._lane_groups.append(dist.new_group(ranks, timeout=limit, use_local_synchronization=True))
 
     def _finish(self, pending: Pending) -> None:
         if pending.grouped:
