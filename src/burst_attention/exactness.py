@@ -115,6 +115,8 @@ def run_rank(
         "direction": sharding.direction,
         "forward_direction": sharding.forward_direction,
         "heads": sharding.heads,
+        # Ranks of several hosts would find a double ring by themselves.
+        "topology": "flat" if sharding.per_host == 1 else "auto",
     }
     if one_call:
         out, lse = burst_attention(q, k, v, return_lse=True, **options)
