@@ -100,7 +100,7 @@ def burst_attention(
             "auto" is double where the ring's hosts have several ranks each, as many on every host, numbered host by
             host.
         head_groups: in how many groups the heads are computed, which take turns: one computes while another's block is
-            under way. "auto" is 2 in a double ring on CPU, 1 elsewhere.
+            under way. "auto" is 4 in a double ring on CPU, or 2, as the heads can be divided; 1 elsewhere.
         heads: how many neighbouring ranks exchange heads for tokens before the ring (Ulysses): with as many as a host
             has, blocks travel between hosts alone; with all of them there is no ring. A divisor of the ring's size and
             at most the number of query heads; key heads are split, or copied where there are too few.

@@ -25,7 +25,7 @@ GPU_COALESCE = 2
 MOST_COALESCED = 8
 HOSTS_GROUPS = (4, 2)
 """Groups of heads between hosts, whose links are slow, as many as key heads allow: one computes while others' blocks
-are under way. On 2 hosts of 4 ranks four take a tenth less time than two, on 2 of 2 as much; eight take more."""
+are under way. More would be messages too small for what each costs."""
 WIRE_DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 }

@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "train_exact.js
 COMMAND = "python -m tests.train.exact_matrix"
 STEPS, BF16_STEPS, BF16_FACTOR = 50, 10, 1.5
 BF16_TOKENS = 1021
-"""With a few hundred a mean error over ten steps is a draw of few numbers, and of three seeds one had 1.67."""
+"""With a few hundred a mean error over ten steps is a draw of few numbers."""
 BF16_SEEDS = (0, 1, 2)
 LAYOUTS = ("zigzag", "striped", "contiguous")
 Cell = dict[str, Any]

@@ -21,7 +21,7 @@ from burst_attention.train.config import TrainConfig
 from burst_attention.train.folders import read_record
 from burst_attention.train.model import make_model
 from burst_attention.train.parallel import agreed
-from tests.train.commands import TINY, arguments, run, saved, trained
+from tests.train.commands import TINY, Command, arguments, run, saved, trained
 
 transformers = pytest.importorskip("transformers")
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
@@ -50,6 +50,12 @@ def folder_without_text(folder: Path) -> Path:
     return folder / "nothing"
 
 
+def foreign_export(folder: Path) -> Path:
+    (folder / "mine/model").mkdir(parents=True)
+    (folder / "mine/model/notes.txt").write_text("of somebody's own")
+    return folder / "mine"
+
+
 def tiny(**changes: Any) -> str:
     return json.dumps({**TINY, **changes})
 
@@ -75,6 +81,11 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "few-tokens": (lambda _: {"tokens": 3, "cp": 4}, "3 tokens cannot be spread over 4 ranks"),
     "no-gpu": (lambda _: {"device": "cuda"}, "there is no GPU here"),
     "tp": (lambda _: {"tp": 3, "cp": 1}, "tp 3 must divide the model's 4 heads and 2 key heads"),
+    "clip": (lambda _: {"clip": "nan"}, "clip must be a finite number, got nan"),
+    "timeout": (lambda _: {"timeout": "inf"}, "timeout must be a finite number, got inf"),
+    "seed": (lambda _: {"seed": 10**30}, "seed must be at most 9.22337e+18, got 1000"),
+    "model-config-folder": (lambda folder: {"model_config": folder}, "--model-config is neither a JSON object nor"),
+    "foreign-export": (lambda folder: {"out": foreign_export(folder)}, "model exists and is no earlier export"),
     "missing-package": (lambda _: {"wandb": True}, "--wandb needs the package wandb"),
 }
 
@@ -212,11 +223,23 @@ def test_a_run_is_not_resumed_as_another(changes: dict[str, Any], said: str, cop
 
 @linux
 def test_what_may_change_with_a_resumed_run_does(copy: Path) -> None:
-    status, said = run(arguments(copy, steps=3, resume=True, weight_decay=0.7), copy.parent)
-    assert status == 0, said
+    with Command(arguments(copy, steps=3, resume=True, weight_decay=0.7), copy.parent) as command:
+        assert command.wait() == 0, command.stderr
+        assert "weight_decay was 0.1 in the checkpoint and is 0.7 from here on" in command.stdout
     newest = max((copy / "checkpoints").iterdir())
     groups = read_record(newest)["optimizer"]["groups"]
     assert [group["weight_decay"] for group in groups] == [0.7, 0.0]
+
+
+@linux
+def test_a_resumed_run_has_the_settings_of_its_checkpoint(copy: Path) -> None:
+    """What was given when it began, and differs from what is usual, is not given again."""
+    words = ["train", "--resume", "--steps", "3", "--device", "cpu", "--out", str(copy)]
+    with Command(words, copy.parent) as command:
+        assert command.wait() == 0, command.stderr
+        assert "steps was 2 in the checkpoint and is 3 from here on" in command.stdout
+    settings = read_record(max((copy / "checkpoints").iterdir()))["state"]["settings"]
+    assert (settings["tokens"], settings["lr"], settings["steps"]) == (128, 3e-3, 3)
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,7 @@ def test_an_export_loads_and_computes_the_same(ranks: int, tied: bool, tmp_path:
             fully_shard(Wrapped(model))
         for _ in range(2):  # The second replaces the first.
             export(tmp_path / "model", model, folder)
+            assert len({path.stat().st_mode for path in (tmp_path / "model").iterdir()}) == 1
         return logits
 
     expected = run_processes(body, ranks)[0]

@@ -99,6 +99,18 @@ def test_a_name_too_long_for_a_file_is_told_as_any_other() -> None:
         make_model(TrainConfig(model_config="x" * 300), VOCABULARY)
 
 
+def test_a_folder_with_the_name_of_a_family_hides_it_only_if_it_is_a_model_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").mkdir()
+    config = TrainConfig(model_config=json.dumps(TINY))
+    assert make_model(config, VOCABULARY).config.model_type == "llama"
+    (tmp_path / "llama" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="llama brings its own"):
+        make_model(config, VOCABULARY)
+
+
 def test_a_family_that_drops_by_default_is_trained_without() -> None:
     shape = json.dumps({**TINY, "ffn_dim": 64, "word_embed_proj_dim": 32})
     with pytest.warns(UserWarning, match="dropout is off: the model's dropout taken as 0"):

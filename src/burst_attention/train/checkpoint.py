@@ -148,6 +148,13 @@ def latest(folder: Path, *, group: dist.ProcessGroup | None = None) -> Path | No
     return None
 
 
+def newest_state(folder: Path) -> dict[str, Any]:
+    """The `state` of the newest checkpoint that can be read, its tensors not looked at; empty where there is none."""
+    readable = _readable(_history(folder))
+    state: dict[str, Any] = readable[0][1]["state"] if readable else {}
+    return state
+
+
 def check(path: Path, *, group: dist.ProcessGroup | None = None) -> None:
     """Read the whole checkpoint, each rank its share of the files, and raise CheckpointError where it is damaged."""
     together(group, lambda rank, size: check_files(path, _record(path), rank, size))

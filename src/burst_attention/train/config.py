@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -14,12 +15,23 @@ from burst_attention.layout import LAYOUT_NAMES
 MASKS = ("causal", "documents", "window", "documents-window")
 DTYPES = ("float32", "bfloat16")
 CHECKPOINTING = ("none", "full", "selective")
+CHECKPOINTS = "checkpoints"
+"""The folder of checkpoints in a run's."""
 LIST = "list"
 """In place of a model: print the families that there are."""
 
 
-def _setting(default: Any, help: str, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices, "least": least})
+KEPT_ON_RESUME = (
+    "model", "model_config", "data", "text_key", "tokenizer", "tokens", "steps", "lr", "warmup", "weight_decay", "clip",
+    "seed", "dtype", "mask", "window",
+)  # fmt: skip
+"""Settings that a resumed run has from its checkpoint unless they are given."""
+
+
+def _setting(
+    default: Any, help: str, choices: tuple[str, ...] = (), least: float | None = None, most: float = math.inf
+) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices, "least": least, "most": most})
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,7 @@ class TrainConfig:
     warmup: int = _setting(5, "steps until the peak", least=0)
     weight_decay: float = _setting(0.1, "AdamW's weight decay, on matrices", least=0)
     clip: float = _setting(1.0, "largest norm of all gradients", least=0)
-    seed: int = _setting(0, "of weights and of the order of documents")
+    seed: int = _setting(0, "of weights and of the order of documents", least=0, most=2**63 - 1)
     dtype: str = _setting("float32", "dtype of compute; weights and sums stay in float32", choices=DTYPES)
     cp: int = _setting(0, "ranks that share a sequence; 0: all that dp and tp leave", least=0)
     dp: int = _setting(1, "ranks, or groups of them, with sequences of their own", least=1)
@@ -62,10 +74,10 @@ class TrainConfig:
     out: str = _setting("runs/latest", "folder of the run: log, curves, checkpoints, summary")
     save_every: int = _setting(20, "steps between checkpoints; 0: only at the end", least=0)
     keep: int = _setting(2, "checkpoints that are kept", least=1)
-    resume: bool = _setting(False, "go on from the newest whole checkpoint in the run's folder")
+    resume: bool = _setting(False, "go on from the newest whole checkpoint in --out, with the settings it had")
     compare: bool = _setting(False, "also train unsharded, on the same data, and draw both curves")
     device: str = _setting("auto", "cuda: one rank per GPU; cpu: gloo", choices=("auto", "cpu", "cuda"))
-    timeout: float = _setting(600.0, "seconds until a silent rank is given up", least=1)
+    timeout: float = _setting(600.0, "seconds until a silent rank is given up", least=1, most=1e8)
     tensorboard: bool = _setting(False, "also write TensorBoard's files")
     wandb: bool = _setting(False, "also log to Weights & Biases")
 
@@ -77,10 +89,14 @@ class TrainConfig:
                 object.__setattr__(self, each.name, float(value))
             elif type(value) is not wanted:
                 raise ValueError(f"{each.name} must be {_kind(wanted)}, got {value!r}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{each.name} must be a finite number, got {value!r}")
             if rules["choices"] and value not in rules["choices"]:
                 raise ValueError(f"{each.name} must be one of {', '.join(rules['choices'])}, got {value!r}")
             if rules["least"] is not None and value < rules["least"]:
                 raise ValueError(f"{each.name} must be at least {rules['least']:g}, got {value!r}")
+            if isinstance(value, int | float) and value > rules["most"]:
+                raise ValueError(f"{each.name} must be at most {rules['most']:g}, got {value!r}")
 
     @property
     def ranks(self) -> int:
@@ -121,16 +137,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(args: argparse.Namespace) -> TrainConfig:
-    """The settings of a command line, over those of its file."""
+    """The settings of a command line, over those of its file, over those of the run that it resumes."""
     names = [each.name for each in fields(TrainConfig)]
     given = read_file(Path(args.config), names) if args.config else {}
     given |= {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     config = TrainConfig(**given)
+    if config.resume:
+        config = TrainConfig(**{**_kept(Path(config.out)), **given})
     if "window" in given and "window" not in config.mask:
         raise ValueError(f"window {config.window} needs a mask with a window, and mask is {config.mask}")
     if "keep_last" in given and config.checkpointing != "selective":
         raise ValueError(f"keep_last needs checkpointing selective, which is {config.checkpointing}")
     return config
+
+
+def _kept(folder: Path) -> dict[str, Any]:
+    """What a run's folder says of the settings that a resumed one keeps."""
+    from burst_attention.train.checkpoint import newest_state
+
+    before = newest_state(folder / CHECKPOINTS).get("settings", {})
+    return {name: before[name] for name in KEPT_ON_RESUME if name in before}
 
 
 def read_file(path: Path, names: list[str]) -> dict[str, Any]:

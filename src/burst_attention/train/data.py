@@ -19,6 +19,7 @@ import json
 import os
 import random
 import sysconfig
+import threading
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -211,6 +212,10 @@ def _saved_texts(folder: Path, text_key: str) -> Iterator[tuple[str, str]]:
         raise ValueError(
             f"{where} was saved by the library datasets, which is not installed: pip install datasets"
         ) from None
+    bar: Any = importlib.import_module("tqdm").tqdm
+    if not hasattr(bar, "_lock"):
+        # The lock that its bars make is a semaphore of the system's, which a rank that ends at once leaves behind.
+        bar.set_lock(threading.RLock())
     try:
         saved = datasets.load_from_disk(str(folder))
     except Exception as error:  # whatever is wrong with the files, each with a type of its own

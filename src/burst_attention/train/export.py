@@ -47,7 +47,7 @@ def export(
     `tokenizer`, and renames. An earlier export of that name is replaced; any other folder that is not empty is refused,
     never removed.
     """
-    together(group, lambda rank, _: _refuse_foreign(folder) if rank == 0 else None)
+    together(group, lambda rank, _: refuse_foreign(folder) if rank == 0 else None)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights: dict[str, Any] = get_model_state_dict(model, options=options)
     try:
@@ -58,7 +58,8 @@ def export(
     return folder
 
 
-def _refuse_foreign(folder: Path) -> None:
+def refuse_foreign(folder: Path) -> None:
+    """Raise where an export would replace what is none."""
     if folder.exists() and not (folder.is_dir() and ((folder / MARK).exists() or not any(folder.iterdir()))):
         raise CheckpointError(f"{folder} exists and is no earlier export; choose another folder")
 
@@ -77,6 +78,8 @@ def _write(folder: Path, model: nn.Module, weights: dict[str, Any], tokenizer: P
         shutil.copyfile(path, aside / path.name)
     (aside / MARK).write_text(json.dumps({"burst": __version__, "torch": torch.__version__}) + "\n")
     for path in aside.iterdir():
+        # safetensors makes files that their owner alone may read.
+        path.chmod((aside / MARK).stat().st_mode)
         sync_file(path)
     commit(folder)
 

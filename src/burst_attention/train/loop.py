@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from dataclasses import asdict
@@ -17,9 +18,9 @@ from burst_attention.integrations.batch import shard_batch
 from burst_attention.layout import Layout
 from burst_attention.ring import Ring
 from burst_attention.train import checkpoint
-from burst_attention.train.config import TrainConfig
+from burst_attention.train.config import CHECKPOINTS, TrainConfig
 from burst_attention.train.data import BYTES, Packed, PackedData, load_data, load_tokenizer, sequence_index
-from burst_attention.train.export import export
+from burst_attention.train.export import export, refuse_foreign
 from burst_attention.train.flops import peak_flops, step_flops
 from burst_attention.train.memory import give_back_blocks_above, peak_memory
 from burst_attention.train.model import TrainedModel, make_model, require_transformers
@@ -28,9 +29,11 @@ from burst_attention.train.record import Display, Headline, Log, Mirrors, StepRe
 from burst_attention.train.report import write_report
 from burst_attention.train.stopping import Stopper
 
-LOG, CHECKPOINTS, EXPORT = "log.jsonl", "checkpoints", "model"
+LOG, EXPORT = "log.jsonl", "model"
 SAME_ON_RESUME = ("model", "model_config", "tokens", "seed", "mask", "window", "dtype")
 """Settings that decide what is learnt; a resumed run must have them as they were, and dp times accumulate too."""
+MAY_CHANGE = ("steps", "lr", "warmup", "weight_decay", "clip")
+"""Settings of the optimiser and its schedule: as they are asked for now, which is said."""
 
 
 class Trainer:
@@ -90,6 +93,7 @@ class Trainer:
         if self.ranks.is_first:
             settings = asdict(self.config) | {"parameters": self.parameters, "ranks": self.config.ranks}
             print(write_report(self.folder, settings, read_log(self.folder / LOG), compare_rows), flush=True)
+            print(f"in {self.folder}: curves.svg, the log, checkpoints, and {EXPORT}/ for others to load", flush=True)
 
     def sequences(self, step: int, micro_batch: int) -> list[Packed]:
         """What all data-parallel ranks read in a micro-batch, in their order."""
@@ -158,6 +162,7 @@ class Trainer:
         """Go on from the newest checkpoint, if asked; a run that would overwrite another is refused."""
         if wrong := next((place for place in (self.folder, *self.folder.parents) if place.is_file()), None):
             raise ValueError(f"--out {self.folder} cannot be a folder: {wrong} is a file")
+        refuse_foreign(self.folder / EXPORT)
         newest = checkpoint.latest(self.folder / CHECKPOINTS)
         if not self.config.resume:
             if newest is not None:
@@ -177,6 +182,10 @@ class Trainer:
         if state["data"] != self.data.fingerprint:
             raise ValueError(f"{newest} was trained on other data, or with another tokenizer; resume with the same")
         self.step = int(state["step"])
+        for name in MAY_CHANGE if self.ranks.is_first else ():
+            before, now = state["settings"].get(name), getattr(self.config, name)
+            if before != now:
+                print(f"{name} was {before!r} in the checkpoint and is {now!r} from here on", flush=True)
 
 
 class _Sayer:
@@ -213,6 +222,8 @@ class _Sayer:
 
 def read_inputs(config: TrainConfig) -> tuple[Any, PackedData]:
     """Model and data, as far as a rank makes them alone."""
+    # Every rank would tell each try of its own to reach the hub; what it came to is told once.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     tokenizer = load_tokenizer(config.tokenizer)
     model = make_model(config, tokenizer.vocab_size)
     vocab = int(model.config.vocab_size)

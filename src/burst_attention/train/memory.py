@@ -27,7 +27,7 @@ def give_back_blocks_above(nbytes: int) -> bool:
     """Let blocks of more bytes go back to the system when they are freed; whether the C library can be told.
 
     By itself glibc soon keeps them, and the holes that they leave grow from step to step. Asked for from a single
-    hidden state on, it gives back what the next operation asks for again: the page faults cost a sixth of the speed.
+    hidden state on, it gives back what the next operation asks for again, and page faults cost speed.
     """
     if any(name in os.environ for name in USERS_CHOICE) or not sys.platform.startswith("linux"):
         return False

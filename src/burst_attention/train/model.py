@@ -63,7 +63,7 @@ def make_model(config: TrainConfig, vocab_size: int) -> Any:
     settings = _model_settings(config.model_config)
     folder = Path(config.model)
     torch.manual_seed(config.seed)
-    if not _exists(folder) and "/" not in config.model:
+    if "/" not in config.model and (not _exists(folder) or _is_only_named_so(folder)):
         return _from_family(config, settings, vocab_size)
     if settings:
         raise ValueError(f"--model-config changes a config, and {config.model} brings its own; leave one of them out")
@@ -76,6 +76,11 @@ def make_model(config: TrainConfig, vocab_size: int) -> Any:
             "model's own tokenizer with --tokenizer"
         )
     return model
+
+
+def _is_only_named_so(folder: Path) -> bool:
+    """Whether a folder that is no model's bears the name of a family, as one that holds a user's notes on it may."""
+    return not (folder / "config.json").exists() and folder.name in families()
 
 
 def _exists(path: Path) -> bool:
@@ -175,10 +180,10 @@ def _model_settings(text: str) -> dict[str, Any]:
     if not text:
         return {}
     path = Path(text)
-    source = path.read_text() if not text.lstrip().startswith("{") and _exists(path) else text
     try:
+        source = path.read_text() if not text.lstrip().startswith("{") and _exists(path) else text
         found = json.loads(source)
-    except json.JSONDecodeError as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"--model-config is neither a JSON object nor a file with one: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"--model-config must be a JSON object, got {type(found).__name__}")
