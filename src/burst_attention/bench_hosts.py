@@ -273,7 +273,7 @@ def direction_rows(repeat: int) -> Rows:
         }  # fmt: skip
 
 
-# A hop is hidden by the compute of a round, half of all with two ranks: the later rows are at the edge of that, or beyond.
+# A hop is hidden by the compute of a round, half of all with two ranks: the later rows are at that edge, or beyond.
 HIDDEN = (
     (HostsCase(2, 1, 200, 4096, heads=8, kv_heads=8), False),
     (HostsCase(2, 1, 100, 8192, heads=4, kv_heads=4), False),
