@@ -150,7 +150,16 @@ class Plain:
 
 def unsharded(config: TrainConfig) -> Trained:
     """The run in one process; runs that differ only in how ranks share the work are the same one."""
-    alike = {"cp": 1, "tp": 1, "dp": 1, "heads": 1, "layout": "zigzag", "checkpointing": "none", "offload": False}
+    alike = {
+        "cp": 1,
+        "tp": 1,
+        "dp": 1,
+        "heads": 1,
+        "hosts": 0,
+        "layout": "zigzag",
+        "checkpointing": "none",
+        "offload": False,
+    }
     whole = replace(config, accumulate=config.accumulate * config.dp, mlp_chunks=1, compile=False, **alike)
     return _unsharded(whole)
 

@@ -45,6 +45,7 @@ CELLS: list[Cell] = [
     {"cp": 2, "tp": 2},
     {"cp": 2, "dp": 2, "tp": 2},
     {"cp": 2, "tp": 2, "model": "qwen3"},
+    {"cp": 4, "hosts": 2},
     {"cp": 4, "heads": 2, "checkpointing": "selective"},
     {"cp": 4, "heads": 4, "checkpointing": "full"},
     {"cp": 2, "checkpointing": "selective", "offload": True, "mlp_chunks": 3, "accumulate": 2},

@@ -79,6 +79,11 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "not-utf-8": (lambda folder: {"data": latin(folder)}, "is not UTF-8: byte 0xef at offset 2"),
     "no-tokenizer": (lambda folder: {"tokenizer": folder / "absent"}, "is not a folder; use 'bytes'"),
     "few-tokens": (lambda _: {"tokens": 3, "cp": 4}, "3 tokens cannot be spread over 4 ranks"),
+    "hosts": (lambda _: {"cp": 4, "hosts": 3}, "4 ranks cannot be spread evenly over 3 hosts"),
+    "hosts-in-part": (
+        lambda _: {"cp": 3, "dp": 2, "hosts": 3, "tokens": 12},
+        "cp x tp = 3 ranks share a sequence, and",
+    ),
     "no-gpu": (lambda _: {"device": "cuda"}, "there is no GPU here"),
     "tp": (lambda _: {"tp": 3, "cp": 1}, "tp 3 must divide the model's 4 heads and 2 key heads"),
     "clip": (lambda _: {"clip": "nan"}, "clip must be a finite number, got nan"),

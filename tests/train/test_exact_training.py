@@ -50,6 +50,7 @@ SHORT: list[Cell] = [
     {"cp": 2, "layout": "zigzag", "mask": "documents"},
     {"cp": 4, "layout": "striped", "mask": "documents-window"},
     {"cp": 2, "dp": 2, "accumulate": 2, "mask": "window"},
+    {"cp": 4, "hosts": 2, "mask": "causal"},
     # Some ranks have one token, some none, and documents of one token have no label.
     {"cp": 4, "tokens": 5, "layout": "zigzag"},
     {"cp": 2, "checkpointing": "selective", "offload": True, "mlp_chunks": 3, "shape": {"tie_word_embeddings": True}},
@@ -65,6 +66,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("cell", SHORT, ids=name_of)
 def test_first_steps_are_the_unsharded_runs(cell: Cell, folder: Path) -> None:
     require_same(*measure(cell, folder, steps=3))
+
+
+def test_hosts_that_are_told_make_a_double_ring(folder: Path) -> None:
+    def look(trainer: Trainer) -> None:
+        assert trainer.ring.ranks_per_host() == 2
+
+    sharded(tiny(folder, cp=4, hosts=2, steps=1), look)
+    with pytest.raises(ValueError, match="6 ranks cannot be spread evenly over 4 hosts"):
+        TrainConfig(cp=2, dp=3, hosts=4).on(6)
+    assert TrainConfig(cp=2, tp=2, dp=2, hosts=2).on(8).hosts == 2, "a host may hold a whole sequence"
 
 
 @pytest.mark.matrix

@@ -57,6 +57,7 @@ class TrainConfig:
     cp: int = _setting(0, "ranks that share a sequence; 0: all that dp and tp leave", least=0)
     dp: int = _setting(1, "ranks, or groups of them, with sequences of their own", least=1)
     tp: int = _setting(1, "ranks that share heads and hidden features", least=1)
+    hosts: int = _setting(0, "hosts that the ranks are on, as many on each, host by host; 0: found out", least=0)
     layout: str = _setting("zigzag", "how a sequence is spread over cp", choices=LAYOUT_NAMES)
     mask: str = _setting(
         "documents", "what a token sees before it: all, its document, a window, or both of these", choices=MASKS
@@ -114,9 +115,22 @@ class TrainConfig:
             )
         if self.tokens < cp:
             raise ValueError(f"{self.tokens} tokens cannot be spread over {cp} ranks; give --tokens at least {cp}")
+        if self.hosts:
+            self._require_even_hosts(ranks, cp * self.tp)
         if cp % self.heads:
             raise ValueError(f"heads {self.heads} must divide the {cp} ranks that share a sequence")
         return replace(self, cp=cp)
+
+    def _require_even_hosts(self, ranks: int, together: int) -> None:
+        """Every host must have as many of the ranks that share a sequence, or all of them."""
+        per_host = ranks / self.hosts
+        if not per_host.is_integer():
+            raise ValueError(f"{ranks} ranks cannot be spread evenly over {self.hosts} hosts")
+        if per_host % together and (together % per_host or per_host % self.tp):
+            raise ValueError(
+                f"cp x tp = {together} ranks share a sequence, and {self.hosts} hosts have {per_host:g} ranks each; "
+                "choose cp so that they fill hosts, or a host holds several such groups"
+            )
 
 
 def _kind(wanted: type) -> str:

@@ -82,8 +82,13 @@ def make_ranks(config: TrainConfig, device: torch.device) -> Ranks:
 
 
 def make_ring(ranks: Ranks, config: TrainConfig) -> Ring:
-    """The ring of this rank's sequence; it finds out by itself which ranks share a host."""
-    return Ring.from_group(ranks.mesh["cp"].get_group(), timeout=config.timeout, trace=True)
+    """The ring of this rank's sequence; it finds out by itself which ranks share a host, unless that is told."""
+    group = ranks.mesh["cp"].get_group()
+    ring = Ring.from_group(group, timeout=config.timeout, trace=True)
+    if config.hosts:
+        per_host = config.ranks // config.hosts
+        ring.hosts = tuple(str(rank // per_host) for rank in dist.get_process_group_ranks(group))
+    return ring
 
 
 def shard_model(model: TrainedModel, ranks: Ranks, config: TrainConfig) -> None:

@@ -45,7 +45,9 @@ def train(config: TrainConfig) -> int:
     ranks, device = _find_ranks(config)
     config = replace(config, device=device).on(ranks)
     if config.compare:
-        alone = replace(config, cp=1, dp=1, tp=1, heads=1, compare=False, accumulate=config.accumulate * config.dp)
+        alone = replace(
+            config, cp=1, dp=1, tp=1, heads=1, hosts=0, compare=False, accumulate=config.accumulate * config.dp
+        )
         alone = replace(alone, out=str(Path(config.out) / UNSHARDED)).on(1)
         if status := run_ranks(_run_rank, alone, 1):
             return 0 if status == STOPPED else status
