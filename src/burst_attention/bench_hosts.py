@@ -367,14 +367,13 @@ def draw_timeline(case: HostsCase, prefix: str) -> None:
         traces = made.run(body, case.per_host, timeout=900, ring_timeout=300)
     write_chrome_trace(f"{prefix}.json", traces)
     Path(f"{prefix}.svg").write_text(timeline(traces))
-    print(
-        f"{'rank':>4} {'phase':8} {'round':>5} {'compute, ms':>12} {'wait, ms':>9} {'transfers due, ms (bytes sent)'}"
-    )
+    due = "transfers due, ms (bytes sent)"
+    print(f"{'rank':>4} {'phase':8} {'round':>5} {'heads':>5} {'compute, ms':>12} {'wait, ms':>9} {due}")
     for rank, events in enumerate(traces):
         for event in events:
             moved = ", ".join(f"{1e3 * (t.done - t.posted):.0f} ({t.sent_bytes:,})" for t in event.transfers)
             times = f"{1e3 * event.compute:12.1f} {1e3 * event.wait:9.1f}"
-            print(f"{rank:4} {event.phase:8} {event.round:5} {times} {moved}")
+            print(f"{rank:4} {event.phase:8} {event.round:5} {event.group:5} {times} {moved}")
     print(f"wrote {prefix}.json (open it in ui.perfetto.dev) and {prefix}.svg")
 
 

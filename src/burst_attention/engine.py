@@ -178,8 +178,9 @@ class PhaseRun:
         ring: Ring,
         home: dict[str, Tensor],
         work: Work,
+        group: int = 0,
     ) -> None:
-        self.plan, self.ring, self.home, self.work = plan, ring, home, work
+        self.plan, self.ring, self.home, self.work, self.group = plan, ring, home, work, group
         self.rounds = plan.rounds[ring.rank]
         self.last_computed = next((step for step in reversed(self.rounds) if step.pieces), None)
         self.results_due: dict[int, list[Transfer]] = {}
@@ -232,7 +233,8 @@ class PhaseRun:
             waited = waiting, time.perf_counter() - waiting
             blocks = tuple(visit.block for visit in step.visits)
             times = tuple(self.ring.time_of(pending) for pending in finished if pending.sends or pending.receives)
-            self.ring.trace.append(TraceEvent(self.plan.phase, step.index, blocks, *self.computed, *waited, times))
+            when = *self.computed, *waited
+            self.ring.trace.append(TraceEvent(self.plan.phase, step.index, blocks, *when, times, self.group))
         for transfer in self.results_due.get(step.index, ()):
             self._combine(transfer, step)
         self.work.settle(ends=step is self.rounds[-1])

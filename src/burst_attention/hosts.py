@@ -153,6 +153,7 @@ class Hosts:
         started, to cut a link or kill a rank; what it raises is raised here.
         """
         self._require_hosts(ranks_per_host)
+        _require_positive(timeout=timeout, ring_timeout=ring_timeout, threads=threads)
 
         def enter_host(rank: int) -> None:
             _release_signals()
@@ -185,6 +186,7 @@ class Hosts:
         `grace` seconds after a host failed, is killed: torchrun itself waits five minutes for a host that is gone.
         """
         self._require_hosts(ranks_per_host)
+        _require_positive(timeout=timeout, grace=grace)
         with inside(self.namespaces[0]), socket.create_server(("", 0)) as probe:
             port = probe.getsockname()[1]
         # All hosts share this machine's cores; and lines are wanted as they come, not when a buffer is full.
@@ -249,6 +251,7 @@ class Hosts:
     def link_rate(self, seconds: float = 0.4) -> float:
         """Mbit/s that a plain socket carries from host 0 to host 1, once under way."""
         self._require_hosts()
+        _require_positive(seconds=seconds)
         if self.count < 2:
             raise ValueError("a rate is measured between two hosts, and there is one")
         with inside(self.namespaces[1]):
@@ -270,6 +273,12 @@ class Hosts:
             raise HostsError("hosts exist only inside `with Hosts(...) as hosts:`")
         if ranks_per_host < 1:
             raise ValueError(f"ranks_per_host must be at least 1, got {ranks_per_host}")
+
+
+def _require_positive(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, got {value!r}")
 
 
 class _Launched:

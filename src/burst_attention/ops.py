@@ -155,7 +155,7 @@ def run_groups(plan: Plan, phase: PhasePlan, ring: Ring, home: dict[str, Tensor]
             (group * count, (group + 1) * count) for count in (phase.shapes.heads, phase.shapes.kv_heads)
         )
         part = {name: x[:, slice(*(key_heads if name in KEY_SIDE else heads))] for name, x in home.items()}
-        runs.append(PhaseRun(phase, ring, part, work.of_heads(heads, key_heads)))
+        runs.append(PhaseRun(phase, ring, part, work.of_heads(heads, key_heads), group))
     run_phase(runs)
 
 

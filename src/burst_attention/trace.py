@@ -36,9 +36,10 @@ class Span(NamedTuple):
 def spans(traces: Traces) -> Iterator[Span]:
     """All that happened, rank by rank. Transfers posted together that are of both kinds are a span of each."""
     for rank, events in enumerate(traces):
+        grouped = any(event.group for event in events)
         for event in events:
-            about = {"phase": event.phase, "round": event.round, "blocks": list(event.blocks)}
-            name = f"{event.phase} {event.round}"
+            about = {"phase": event.phase, "round": event.round, "blocks": list(event.blocks), "group": event.group}
+            name = f"{event.phase} {event.round}" + (f", heads' group {event.group}" if grouped else "")
             yield Span(rank, "compute", name, event.started, event.started + event.compute, about)
             yield Span(rank, "wait", name, event.waited_from, event.waited_from + event.wait, about)
             for moved in event.transfers:
@@ -55,22 +56,36 @@ def _by_link(moved: TransferTime) -> dict[str, tuple[int, int]]:
 
 
 def chrome_trace(traces: Traces) -> dict[str, Any]:
-    """The Trace Event Format: a process per rank, with a line for compute and waits and one per kind of link."""
-    found = list(spans(traces))
+    """The Trace Event Format: a process per rank, with a line for compute and waits, and lines for each kind of link.
+
+    Slices of a line must not overlap, or viewers drop them: transfers under way together are on lines of their own.
+    """
+    found = sorted(spans(traces), key=lambda span: span.start)
     zero = min((span.start for span in found), default=0.0)
-    lines = {"compute": 0, "wait": 0, INSIDE: 1, BETWEEN: 2}
+    lines: dict[tuple[int, str], list[float]] = {}
+    """When each line of a rank and a kind of link is free again."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         for rank in range(len(traces))
     ]
     for span in found:
-        place = {"pid": span.rank, "tid": lines[span.kind], "ts": 1e6 * (span.start - zero)}
+        place = {"pid": span.rank, "tid": _line(lines, span), "ts": 1e6 * (span.start - zero)}
         events.append(
             {"ph": "X", "name": f"{span.kind} {span.name}", "cat": span.kind, "dur": 1e6 * (span.end - span.start)}
             | place
             | {"args": span.details}
         )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _line(lines: dict[tuple[int, str], list[float]], span: Span) -> int:
+    """The number of the first line that is free for a span."""
+    if span.kind not in (INSIDE, BETWEEN):
+        return 0
+    free = lines.setdefault((span.rank, span.kind), [])
+    at = next((at for at, end in enumerate(free) if end <= span.start), len(free))
+    free[at:] = [span.end, *free[at + 1 :]]
+    return 1 + 2 * at + (span.kind == BETWEEN)
 
 
 def write_chrome_trace(path: str | Path, traces: Traces) -> None:

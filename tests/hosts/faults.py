@@ -58,6 +58,10 @@ class Kind:
     act: Callable[[Hosts, list[Any], random.Random], None] | None = None
     meeting: bool = False
     """Whether it befalls the rendezvous: ranks then come at different times."""
+    dies: bool = False
+    """Whether a rank is killed by it."""
+    refused: str | None = None
+    """What all ranks say of arguments that are refused."""
 
 
 def train(ring: Ring, conduct: Conduct, steps: int) -> float:
@@ -141,13 +145,13 @@ def speak_at_a_port(hosts: Hosts, processes: list[Any], chance: random.Random) -
 
 
 KINDS = {
-    "killed in forward": Kind(BADLY, killed("forward")),
-    "killed in backward": Kind(BADLY, killed("backward")),
-    "killed between steps": Kind(BADLY, killed(None)),
+    "killed in forward": Kind(BADLY, killed("forward"), dies=True),
+    "killed in backward": Kind(BADLY, killed("backward"), dies=True),
+    "killed between steps": Kind(BADLY, killed(None), dies=True),
     "link cut for good": Kind(BADLY, act=cut_for_good),
     "link cut for a moment": Kind(WELL, act=cut_for_a_moment),
     "slow rank": Kind(WELL, sleeps(0.5)),
-    "other arguments on one rank": Kind(BADLY, other_arguments),
+    "other arguments on one rank": Kind(BADLY, other_arguments, refused=r"ValueError: rank \d holds"),
     "a rank that does not enter": Kind(BADLY, sleeps(2.0)),
     "a damaged store": Kind(EITHER, act=damage_the_store, meeting=True),
     "a stranger at a rank's port": Kind(EITHER, act=speak_at_a_port, meeting=True),
@@ -177,12 +181,13 @@ def judge(errors: dict[int, str], kind: Kind, timeout: float) -> str | None:
     for rank, text in errors.items():
         named = re.match(rf"RingError: rank {rank}, {WAITED}", text, re.DOTALL)
         late = named is not None and float(named["seconds"]) > timeout + SLACK
-        named = named or re.match(r"ValueError: rank \d holds", text)
+        named = re.match(kind.refused, text) if kind.refused else named
         unmet = kind.meeting and re.match(rf"RingError: rank {rank}(, rendezvous|: no ring of {RANKS} ranks)", text)
         if late or (not named and not unmet and text != "died with exit code -9"):
             return f"rank {rank}: {text}"
-    if sum(text.startswith("died") for text in errors.values()) > 1:
-        return f"several ranks died: {errors}"
+    died = sum(text.startswith("died") for text in errors.values())
+    if died > 1 or (died != kind.dies and not kind.meeting):
+        return f"{died} ranks died: {errors}"
     return None if len(errors) == RANKS else f"only ranks {sorted(errors)} ended with an error: {errors}"
 
 

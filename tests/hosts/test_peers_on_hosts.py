@@ -25,6 +25,7 @@ def test_what_leaves_the_hosts_is_what_each_design_sends(windowed: bool, group: 
     case = PeersCase(2, 1, 512, 8, 8 // group, windowed)
     with Hosts(2) as hosts:
         ranks = hosts.run(partial(measure_rank, case=case, repeat=1), 1, timeout=60, ring_timeout=30)
+        repeated = sum(hosts.bytes_repeated(host) for host in range(2))
     row = summary(ranks, case.per_host)
     shard = case.tokens_per_rank * case.heads * case.head_dim * case.dtype.itemsize
     expected = {name: 2 * shard * count(2, 1 / group) for name, count in PER_RANK.items()}
@@ -32,4 +33,4 @@ def test_what_leaves_the_hosts_is_what_each_design_sends(windowed: bool, group: 
     assert set(expected) == set(row["seconds"]) == {*OURS, *PEERS}
     for name, planned in expected.items():
         # Headers, acknowledgements and the barriers around a call came to 2 to 3.3%; designs differ by a quarter.
-        assert planned <= row["sent_bytes"][name]["all"] <= 1.05 * planned + 20_000, name
+        assert planned <= row["sent_bytes"][name]["all"] <= 1.05 * planned + 20_000 + repeated, name

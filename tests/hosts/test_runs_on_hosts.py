@@ -132,6 +132,17 @@ def test_two_sets_of_hosts_are_strangers_to_each_other() -> None:
         assert other.bytes_sent(0) - before < 1000
 
 
+def test_times_that_are_none_are_refused() -> None:
+    with Hosts(2) as hosts:
+        for name, value in (("timeout", -1.0), ("timeout", float("nan")), ("ring_timeout", 0.0), ("threads", 0)):
+            with pytest.raises(ValueError, match=f"{name} must be positive"):
+                hosts.run(step_error, 1, **{name: value})  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="timeout must be positive"):
+            hosts.torchrun(["script.py"], 1, timeout=float("nan"))
+        with pytest.raises(ValueError, match="seconds must be positive"):
+            hosts.link_rate(0)
+
+
 def test_a_rank_that_raises_is_reported_with_its_words() -> None:
     def body(ring: Ring) -> None:
         if ring.rank == 1:

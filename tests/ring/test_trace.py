@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -109,6 +110,22 @@ def test_a_chrome_trace_has_a_process_per_rank(traces: list[list[TraceEvent]], t
     drawn = [event for event in events if event["ph"] == "X"]
     assert {event["cat"] for event in drawn} == {"compute", "wait", "inside", "between"}
     assert min(event["ts"] for event in drawn) == 0 and all(event["dur"] >= 0 for event in drawn)
+
+
+def test_transfers_under_way_together_do_not_share_a_line() -> None:
+    """Groups of heads overlap; viewers drop slices of a line that do."""
+    found = run_processes(lambda ring: trace_of(ring, head_groups=2), RANKS, timeout=60)
+    events = [event for event in chrome_trace(found)["traceEvents"] if event["ph"] == "X"]
+    assert {event["args"]["group"] for event in events} == {0, 1}
+    assert all("heads' group" in event["name"] for event in events)
+    lines: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in events:
+        if event["cat"] in LINKS:
+            lines.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    assert max(tid for _, tid in lines) > 2, "nothing overlapped, so nothing was tried"
+    for slices in lines.values():
+        ordered = sorted(slices)
+        assert all(before[1] <= after[0] + 1e-3 for before, after in itertools.pairwise(ordered))
 
 
 def test_a_timeline_is_a_picture_of_all_ranks(traces: list[list[TraceEvent]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import torch
 from burst_attention import Ring
 from burst_attention.launch import run_processes
 from burst_attention.train import start
-from burst_attention.train.config import TrainConfig
+from burst_attention.train.config import TrainConfig, add_arguments, read_config
 from burst_attention.train.folders import read_record
 from burst_attention.train.model import make_model
 from burst_attention.train.parallel import agreed
@@ -239,12 +240,25 @@ def test_what_may_change_with_a_resumed_run_does(copy: Path) -> None:
 @linux
 def test_a_resumed_run_has_the_settings_of_its_checkpoint(copy: Path) -> None:
     """What was given when it began, and differs from what is usual, is not given again."""
-    words = ["train", "--resume", "--steps", "3", "--device", "cpu", "--out", str(copy)]
+    words = ["train", "--resume", "--steps", "3", "--device", "cpu", "--timeout", "60", "--out", str(copy)]
     with Command(words, copy.parent) as command:
         assert command.wait() == 0, command.stderr
         assert "steps was 2 in the checkpoint and is 3 from here on" in command.stdout
     settings = read_record(max((copy / "checkpoints").iterdir()))["state"]["settings"]
-    assert (settings["tokens"], settings["lr"], settings["steps"]) == (128, 3e-3, 3)
+    assert (settings["tokens"], settings["lr"], settings["steps"], settings["save_every"]) == (128, 3e-3, 3, 1)
+
+
+def test_a_model_s_settings_are_kept_by_content_not_by_the_name_of_their_file(tmp_path: Path) -> None:
+    (tmp_path / "shape.json").write_text(json.dumps(TINY, indent=2))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    config = read_config(parser.parse_args(["--model-config", str(tmp_path / "shape.json")]))
+    assert config.model_config == json.dumps(TINY)
+
+
+def test_a_whole_number_that_no_float_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match="lr must be a finite number, got inf"):
+        TrainConfig(lr=10**400)
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,8 @@ class TraceEvent:
     waited_from: float
     wait: float
     transfers: tuple[TransferTime, ...] = ()
+    group: int = 0
+    """Of heads, where they are computed in groups."""
 
 
 class Inbox:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import math
+import os
 import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -23,7 +25,7 @@ LIST = "list"
 
 KEPT_ON_RESUME = (
     "model", "model_config", "data", "text_key", "tokenizer", "tokens", "steps", "lr", "warmup", "weight_decay", "clip",
-    "seed", "dtype", "mask", "window",
+    "seed", "dtype", "mask", "window", "accumulate", "save_every", "keep",
 )  # fmt: skip
 """Settings that a resumed run has from its checkpoint unless they are given."""
 
@@ -52,7 +54,7 @@ class TrainConfig:
     warmup: int = _setting(5, "steps until the peak", least=0)
     weight_decay: float = _setting(0.1, "AdamW's weight decay, on matrices", least=0)
     clip: float = _setting(1.0, "largest norm of all gradients", least=0)
-    seed: int = _setting(0, "of weights and of the order of documents", least=0, most=2**63 - 1)
+    seed: int = _setting(0, "of weights and of the order of documents", least=-(2**63), most=2**63 - 1)
     dtype: str = _setting("float32", "dtype of compute; weights and sums stay in float32", choices=DTYPES)
     cp: int = _setting(0, "ranks that share a sequence; 0: all that dp and tp leave", least=0)
     dp: int = _setting(1, "ranks, or groups of them, with sequences of their own", least=1)
@@ -87,7 +89,9 @@ class TrainConfig:
             value, rules = getattr(self, each.name), each.metadata
             wanted = type(each.default)
             if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-                object.__setattr__(self, each.name, float(value))
+                # A whole number that no float holds is none either.
+                value = float(value) if abs(value) < 1e300 else math.inf
+                object.__setattr__(self, each.name, value)
             elif type(value) is not wanted:
                 raise ValueError(f"{each.name} must be {_kind(wanted)}, got {value!r}")
             if isinstance(value, float) and not math.isfinite(value):
@@ -158,11 +162,22 @@ def read_config(args: argparse.Namespace) -> TrainConfig:
     config = TrainConfig(**given)
     if config.resume:
         config = TrainConfig(**{**_kept(Path(config.out)), **given})
+    config = replace(config, model_config=_content(config.model_config))
     if "window" in given and "window" not in config.mask:
         raise ValueError(f"window {config.window} needs a mask with a window, and mask is {config.mask}")
     if "keep_last" in given and config.checkpointing != "selective":
         raise ValueError(f"keep_last needs checkpointing selective, which is {config.checkpointing}")
     return config
+
+
+def _content(text: str) -> str:
+    """A model's settings themselves where a file with them was named: a resumed run must find them as they were."""
+    if not text or text.lstrip().startswith("{") or not os.path.isfile(text):
+        return text
+    try:
+        return json.dumps(json.loads(Path(text).read_text()))
+    except (OSError, ValueError):
+        return text  # What is wrong with it is told where the model is made.
 
 
 def _kept(folder: Path) -> dict[str, Any]:
