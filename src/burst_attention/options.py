@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -23,6 +23,8 @@ SIDES = ("auto", "kv", "query")
 GPU_COALESCE = 2
 """Blocks computed as one on a GPU, where small tiles are slow and partials cost a pass over memory each."""
 MOST_COALESCED = 8
+MOST_SEARCHED = 64
+"""Ranks among which one with another length is searched for."""
 HOSTS_GROUPS = (4, 2)
 """Groups of heads between hosts, whose links are slow, as many as key heads allow: one computes while others' blocks
 are under way. More would be messages too small for what each costs."""
@@ -150,15 +152,33 @@ def resolve_layout(text: str, tokens: int, ring_size: int, argument: str = "layo
 
 
 def _require_lengths(layout: Layout, lengths: tuple[int, ...], what: str, argument: str) -> None:
-    """Which rank is wrong the lengths alone cannot say, so all are told."""
+    """Every rank must hold what the layout gives it; all lengths are told, and the rank that stands out is named."""
+    wrong = [rank for rank, length in enumerate(lengths) if layout.local_tokens(rank) != length]
+    if not wrong:
+        return
     held = textwrap.shorten(", ".join(map(str, lengths)), 100, placeholder=" ...")
-    for rank, length in enumerate(lengths):
-        if layout.local_tokens(rank) != length:
-            raise ValueError(
-                f"rank {rank} holds {length} {what} tokens, but {argument} {layout} gives it "
-                f"{layout.local_tokens(rank)}; "
-                f"shard with Layout.shard, or pass the {argument} that the data was sharded with (ranks hold {held})"
-            )
+    rank = wrong[0]
+    if layout.tokens == sum(lengths) and (found := _odd_one_out(layout, lengths)):
+        rank, layout = found
+    raise ValueError(
+        f"rank {rank} holds {lengths[rank]} {what} tokens, but {argument} {layout} gives it "
+        f"{layout.local_tokens(rank)}; "
+        f"shard with Layout.shard, or pass the {argument} that the data was sharded with (ranks hold {held})"
+    )
+
+
+def _odd_one_out(layout: Layout, lengths: tuple[int, ...]) -> tuple[int, Layout] | None:
+    """The one rank without which all others hold their shards of such a layout, and that layout."""
+    size, found = len(lengths), []
+    for rank in range(size) if layout.name in LAYOUT_NAMES and 2 < size <= MOST_SEARCHED else ():
+        others = [other for other in range(size) if other != rank]
+        near = sum(lengths[other] for other in others) * size // (size - 1)
+        for tokens in range(max(near - 2 * size, 0), near + 2 * size + 1):
+            meant = replace(layout, tokens=tokens)
+            if all(meant.local_tokens(other) == lengths[other] for other in others):
+                found.append((rank, meant))
+    # Lengths between two may fit as well; whose fault it is must be sure.
+    return found[0] if len({rank for rank, _ in found}) == 1 else None
 
 
 def _layout_text(layout: Layout | str, argument: str) -> str:

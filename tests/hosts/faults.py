@@ -36,6 +36,7 @@ SLACK = 2.0
 """Seconds that a rank may take beyond its timeout: to compute what came before, and for its turn on a busy core."""
 WAITED = r"(forward|backward) (round \d+|agreement): .*\brank \d.* \[(?P<seconds>[\d.]+) s after its call\]"
 """What a survivor says: the place, whom it waited for and for what, and how long its call took."""
+OTHER_TOKENS = "ValueError: rank {rank} holds 128 query tokens, but .* gives it 256"
 WELL, BADLY, EITHER = "well", "badly", "either"
 
 
@@ -61,7 +62,7 @@ class Kind:
     dies: bool = False
     """Whether a rank is killed by it."""
     refused: str | None = None
-    """What all ranks say of arguments that are refused."""
+    """What all ranks say of arguments that are refused, and of the rank that gave them."""
 
 
 def train(ring: Ring, conduct: Conduct, steps: int) -> float:
@@ -151,7 +152,7 @@ KINDS = {
     "link cut for good": Kind(BADLY, act=cut_for_good),
     "link cut for a moment": Kind(WELL, act=cut_for_a_moment),
     "slow rank": Kind(WELL, sleeps(0.5)),
-    "other arguments on one rank": Kind(BADLY, other_arguments, refused=r"ValueError: rank \d holds"),
+    "other arguments on one rank": Kind(BADLY, other_arguments, refused=OTHER_TOKENS),
     "a rank that does not enter": Kind(BADLY, sleeps(2.0)),
     "a damaged store": Kind(EITHER, act=damage_the_store, meeting=True),
     "a stranger at a rank's port": Kind(EITHER, act=speak_at_a_port, meeting=True),
@@ -174,14 +175,14 @@ def ranks_come_at_different_times(needed: bool) -> Iterator[None]:
         assert list(Path(folder).iterdir()) == [], "a run has left its store behind"
 
 
-def judge(errors: dict[int, str], kind: Kind, timeout: float) -> str | None:
+def judge(errors: dict[int, str], kind: Kind, timeout: float, culprit: int = -1) -> str | None:
     """What is wrong with how a run ended that failed; None if every survivor told in time what it waited for."""
     if kind.ends == WELL:
         return f"it failed: {errors}"
     for rank, text in errors.items():
         named = re.match(rf"RingError: rank {rank}, {WAITED}", text, re.DOTALL)
         late = named is not None and float(named["seconds"]) > timeout + SLACK
-        named = re.match(kind.refused, text) if kind.refused else named
+        named = re.match(kind.refused.format(rank=culprit), text) if kind.refused else named
         unmet = kind.meeting and re.match(rf"RingError: rank {rank}(, rendezvous|: no ring of {RANKS} ranks)", text)
         if late or (not named and not unmet and text != "died with exit code -9"):
             return f"rank {rank}: {text}"
@@ -221,7 +222,7 @@ def once(name: str, chance: random.Random, *, ring_timeout: float = 3.0, steps: 
                 if kind.ends == BADLY or max(errors) >= LIMIT:
                     wrong = f"it ended with errors {errors}"
             except RankFailedError as error:
-                wrong = judge(error.errors, kind, timeout)
+                wrong = judge(error.errors, kind, timeout, conduct.rank)
         if left := left_on(hosts):
             wrong = f"left on hosts: {left}"
         if time.monotonic() - started > LONGEST / 2:

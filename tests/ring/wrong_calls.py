@@ -89,12 +89,17 @@ DIFFERENCES = [
     Difference("check", both("check", "always", "first"), {"check": "first"}),
     Difference(
         "query-tokens",
-        ("rank 1 holds 3 query tokens, but layout contiguous(11, 3) gives it 4", "Layout.shard"),
+        ("rank 1 holds 3 query tokens, but layout contiguous(12, 3) gives it 4", "Layout.shard"),
         change=lambda x: [x[0][:, :, :3], *x[1:]],
     ),
     Difference(
+        "many-query-tokens",
+        ("rank 1 holds 8 query tokens, but layout contiguous(12, 3) gives it 4", "(ranks hold 4, 8, 4)"),
+        change=lambda x: [torch.cat([x[0]] * 2, 2), *x[1:]],
+    ),
+    Difference(
         "key-tokens",
-        ("rank 1 holds 3 key tokens, but layout contiguous(11, 3) gives it 4", "Layout.shard", "pass the layout"),
+        ("rank 1 holds 3 key tokens, but layout contiguous(12, 3) gives it 4", "Layout.shard", "pass the layout"),
         change=lambda x: [x[0], *(y[:, :, :3] for y in x[1:])],
     ),
     Difference(
