@@ -23,7 +23,7 @@ from torch import Tensor
 from burst_attention import engine
 from burst_attention.api import burst_attention, plan
 from burst_attention.bench import append_rows, machine
-from burst_attention.bench_peers import peer_rows
+from burst_attention.bench_peers import peer_rows, spread
 from burst_attention.hosts import Hosts, hosts_refusal
 from burst_attention.layout import Layout
 from burst_attention.mask import causal, full
@@ -183,10 +183,6 @@ def compare(
 
     ranks = hosts.run(body, case.per_host, timeout=900, ring_timeout=300)
     return {name: [max(times) for times in zip(*(rank[name] for rank in ranks), strict=True)] for name in variants}
-
-
-def spread(times: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(times), "least": min(times), "most": max(times)}
 
 
 def of_turns(measure: Callable[..., float], *times: list[float]) -> float:

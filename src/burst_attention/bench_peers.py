@@ -202,6 +202,10 @@ def peer_rows(repeat: int) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
+def spread(times: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(times), "least": min(times), "most": max(times)}
+
+
 def summary(ranks: list[Measured], per_host: int) -> dict[str, Any]:
     """Medians, both ends, and how much longer ours takes than each peer in the same turn."""
     seconds, sent = {}, {}
@@ -210,7 +214,7 @@ def summary(ranks: list[Measured], per_host: int) -> dict[str, Any]:
         for name in ranks[0]
     }
     for name, spent in times.items():
-        seconds[name] = {"median": statistics.median(spent), "least": min(spent), "most": max(spent)}
+        seconds[name] = spread(spent)
         by_host = [statistics.median(count for _, count in rank[name]) for rank in ranks[::per_host]]
         sent[name] = {"all": round(sum(by_host)), "busiest": round(max(by_host))}
     ratios = {
