@@ -63,7 +63,10 @@ def gpu_grid_table() -> list[str]:
 
 
 def gpu_breakdown_table() -> list[str]:
-    kinds = ("attention", "attention's own passes", "merge", "sums and packing", "stand-in and delta", "other", "idle")
+    kinds = (
+        "attention", "attention's own passes", "merge", "sums and packing", "stand-in and delta", "clearing", "copies",
+        "other", "idle",
+    )  # fmt: skip
     lines = [
         f"| S | heads | phase | what | {' | '.join(kinds)} | all | not profiled | launches | GPU, torch, commit |",
         "|---|---|---|---|" + "---|" * (len(kinds) + 4),

@@ -26,7 +26,9 @@ KINDS = {
     "attention": ("flash", "sdpa", "cudnn", "hopper_"),
     "merge": ("_merge_kernel",),
     "sums and packing": ("_sum_kernel",),
-    "stand-in and delta": ("_stand_in_kernel", "_delta_kernel"),
+    "stand-in and delta": ("_stand_in_kernel", "_delta_kernel", "_statistics_kernel"),
+    "clearing": ("Fill", "Memset", "memset"),
+    "copies": ("copy", "Memcpy", "memcpy"),
     "bench": ("distribution", "spin_kernel"),
 }
 """What a device kernel's name says of its purpose, the first that fits; "bench" is the benchmark's own: not counted."""

@@ -290,6 +290,6 @@ def case_fields(case: TaxCase) -> dict[str, Any]:
 
 def flash_name() -> str:
     """What serves torch's flash operator now."""
-    from burst_attention.tiles.cuda import active_flash
+    from burst_attention.tiles.flash4 import active_flash
 
     return active_flash()

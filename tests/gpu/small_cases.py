@@ -30,7 +30,14 @@ def attend(ring: Ring, dtype: torch.dtype, dim: int, mask: object) -> None:
 def pass_over_memory(dtype: torch.dtype, dim: int) -> None:
     """What vendors' kernels need beside them: merging partials, sums of parts, delta, the stand-in for out."""
     from burst_attention.merge import Part, Partial, State
-    from burst_attention.tiles.fused import copy_on_gpu, fused_delta, merge_partials, stand_in_for_out, sum_parts
+    from burst_attention.tiles.fused import (
+        copy_on_gpu,
+        fused_delta,
+        merge_partials,
+        padded_statistics,
+        stand_in_for_out,
+        sum_parts,
+    )
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=dtype)
@@ -47,6 +54,7 @@ def pass_over_memory(dtype: torch.dtype, dim: int) -> None:
     sum_parts(total, [Part(0, 0, stand_in_for_out(dout, delta)), Part(40, 1, random(1, 1, 57, dim))], load=False)
     sum_parts(total, [Part(0, 0, out)], load=True, out=torch.empty_like(out))
     copy_on_gpu(torch.empty_like(dout), out)
+    padded_statistics(lse, delta, 160, per_key=2)
     assert all(x.isfinite().all() for x in (out, lse, delta, total))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -18,7 +19,14 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 pytest.importorskip("triton")
 from burst_attention.tiles.cuda import rectangle_and_triangle
-from burst_attention.tiles.fused import copy_on_gpu, fused_delta, merge_partials, stand_in_for_out, sum_parts
+from burst_attention.tiles.fused import (
+    copy_on_gpu,
+    fused_delta,
+    merge_partials,
+    padded_statistics,
+    stand_in_for_out,
+    sum_parts,
+)
 from burst_attention.tiles.gpu import finish_deferred, settle
 from burst_attention.tiles.triton_kernel import TritonKernel
 from burst_attention.tiles.vendor import add_partial
@@ -183,6 +191,45 @@ def test_a_borrowed_part_is_taken_in_before_its_memory_changes() -> None:
     total.settle(borrowed_only=True)
     borrowed.fill_(99.0)
     assert torch.equal(total.settle(), torch.full((1, 1, 4, 16), 2.0))
+
+
+class Grown:
+    """A part that a kernel adds ones to."""
+
+    def __init__(self, row: int, rows: int) -> None:
+        self.row, self.sum = row, torch.zeros(1, 2, rows, 16)
+
+    def take(self) -> torch.Tensor:
+        return self.sum
+
+
+def test_a_part_grows_until_it_is_settled() -> None:
+    total = Accumulator(torch.full((1, 4, 8, 16), torch.nan), sum_parts)
+    some = total.heads(2, 4)
+    for _ in range(3):
+        some.growing("rows from 5", lambda: Grown(5, 3)).sum += 1.0
+    total.add(0, torch.ones(1, 4, 8, 16))
+    assert not total.fresh and not some.fresh
+    wanted = torch.ones(1, 4, 8, 16)
+    wanted[:, 2:, 5:] += 3.0
+    assert torch.equal(total.settle(), wanted)
+    some.growing("rows from 5", lambda: Grown(5, 3)).sum += 1.0
+    wanted[:, 2:, 5:] += 1.0
+    assert torch.equal(total.finish(torch.float16), wanted.half())
+
+
+@pytest.mark.parametrize(("batch", "per_key"), [(2, 1), (1, 3)])
+def test_statistics_for_a_kernel_in_blocks(batch: int, per_key: int) -> None:
+    lse, delta = (torch.randn(batch, 70, 6).transpose(1, 2) for _ in range(2))
+    lse[0, 1, 2] = -torch.inf
+    found = padded_statistics(lse, delta, 80, per_key)
+    lse[0, 1, 2] = torch.inf
+    for padded, given, beyond in zip(found, (lse / math.log(2.0), delta), (torch.inf, 0.0), strict=True):
+        assert padded.shape == (batch * per_key, 6 // per_key, 80)
+        for head in range(6):
+            row = padded[head % per_key, head // per_key] if per_key > 1 else padded[0, head]
+            torch.testing.assert_close(row[:70], given[0, head])
+            assert (row[70:] == beyond).all()
 
 
 def test_passes_over_memory() -> None:

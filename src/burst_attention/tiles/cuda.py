@@ -14,6 +14,7 @@ from torch import Tensor
 from burst_attention.geometry import Piece, full_piece
 from burst_attention.merge import State
 from burst_attention.schedule import PhasePlan, Round
+from burst_attention.tiles.flash4 import active_flash
 from burst_attention.tiles.gpu import DeferringKernel
 from burst_attention.tiles.hopper import has_async_add, has_gluon
 from burst_attention.tiles.policy import Case, choose
@@ -94,11 +95,3 @@ def chosen_for(
         )  # fmt: skip
         chosen[part] = choose(case).name
     return chosen
-
-
-def active_flash() -> str:
-    """What serves torch's flash operator now."""
-    from torch.nn import attention
-
-    current = getattr(attention, "current_flash_attention_impl", None)
-    return (current() if current else None) or "FA2"

@@ -227,3 +227,40 @@ def fused_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
             BLOCK=PASS_ROWS, E=dim, PADDED=triton.next_power_of_2(dim), WITH_LSE=dlse is not None,
         )  # fmt: skip
     return delta
+
+
+@triton.jit(do_not_specialize=["heads", "row_count", "padded"])
+def _statistics_kernel(
+    lse_ptr, delta_ptr, lse_out_ptr, delta_out_ptr, lse_strides, delta_strides, heads, per_key, row_count, padded,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (row blocks, B * H)."""
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    rows = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    kept = rows < row_count
+    at = batch * lse_strides[0] + head * lse_strides[1] + rows * lse_strides[2]
+    lse = tl.load(lse_ptr + at, mask=kept, other=float("inf"))
+    # A weight of 0 for rows without keys, as for those that are not there.
+    lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
+    at = batch * delta_strides[0] + head * delta_strides[1] + rows * delta_strides[2]
+    delta = tl.load(delta_ptr + at, mask=kept, other=0.0)
+    place = (batch * per_key + head % per_key) * (heads // per_key) + head // per_key
+    tl.store(lse_out_ptr + place * padded + rows, lse, mask=rows < padded)
+    tl.store(delta_out_ptr + place * padded + rows, delta, mask=rows < padded)
+
+
+STATISTICS_ROWS = 1024
+
+
+def padded_statistics(lse: Tensor, delta: Tensor, padded: int, per_key: int) -> tuple[Tensor, Tensor]:
+    """lse in powers of two, and delta, (B, H, S) each, as (B * per_key, H / per_key, padded): FlashAttention-4's way.
+
+    The query heads of a group are apart, as a batch; rows beyond the last have no weight.
+    """
+    batch, heads, rows = lse.shape
+    shape = batch * per_key, heads // per_key, padded
+    results = tuple(torch.empty(shape, dtype=torch.float32, device=lse.device) for _ in range(2))
+    start(_statistics_kernel[(triton.cdiv(padded, STATISTICS_ROWS), batch * heads)])(
+        lse, delta, *results, lse.stride(), delta.stride(), heads, per_key, rows, padded, BLOCK=STATISTICS_ROWS
+    )
+    return results[0], results[1]

@@ -6,8 +6,8 @@ Shapes: B batch, H query heads, G key heads, S query rows, K key rows, D head di
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,18 @@ SumParts = Callable[..., None]
 """sum_parts(target, parts, load, out): see fused.py."""
 
 
+class GrowingPart(Protocol):
+    """A part of a gradient, for the rows from `row` on, that a kernel adds to in an order of its own."""
+
+    row: int
+
+    def take(self) -> Tensor:
+        """The part (B, heads, rows, dim)."""
+
+
+Growing = TypeVar("Growing", bound=GrowingPart)
+
+
 class Accumulator:
     """A gradient (B, heads, rows, dim) that parts are added to.
 
@@ -51,6 +63,7 @@ class Accumulator:
         self.tensor, self.untouched = tensor, untouched
         self._sum_parts = sum_parts
         self._waiting: list[Part] = []
+        self._growing: dict[tuple[Hashable, int], GrowingPart] = {}
         self._borrows = False
 
     def add(self, first: int, part: Tensor, borrowed: bool = False, head: int = 0) -> None:
@@ -66,6 +79,18 @@ class Accumulator:
         self._waiting.append(Part(first, head, part))
         self._borrows |= borrowed
 
+    @property
+    def waits(self) -> bool:
+        """Whether parts may wait until this is settled."""
+        return self._sum_parts is not None
+
+    def growing(self, key: Hashable, make: Callable[[], Growing], head: int = 0) -> Growing:
+        """The part of that key for the heads from `head` on; made, where there is none since this was settled."""
+        assert self.waits, "a part that grows waits until this is settled"
+        if (key, head) not in self._growing:
+            self._growing[key, head] = make()
+        return cast(Growing, self._growing[key, head])
+
     def make_room(self, rows: int) -> None:
         """For a part of so many rows, before it is computed: take in what waits, if it would be too much with it."""
         batch, heads, _, dim = self.tensor.shape
@@ -80,6 +105,7 @@ class Accumulator:
         """Take in what waits and return the tensor, ready to be added to; with `borrowed_only`, where it must be."""
         if borrowed_only and not self._borrows:
             return self.tensor
+        self._take_grown()
         if self._waiting and self._sum_parts is not None:
             self._sum_parts(self.tensor, self._waiting, load=not self.untouched)
         elif self.untouched:
@@ -88,10 +114,15 @@ class Accumulator:
         self._waiting.clear()
         return self.tensor
 
+    def _take_grown(self) -> None:
+        for key in list(self._growing):
+            grown = self._growing.pop(key)
+            self._waiting.append(Part(grown.row, key[1], grown.take()))
+
     @property
     def fresh(self) -> bool:
         """Whether nothing has been added yet."""
-        return self.untouched and not self._waiting
+        return self.untouched and not self._waiting and not self._growing
 
     def begin(self) -> Tensor:
         """The tensor of a fresh one, for a kernel that writes all of it instead of adding."""
@@ -101,6 +132,7 @@ class Accumulator:
 
     def finish(self, dtype: torch.dtype) -> Tensor:
         """The gradient in the dtype of its input, with what waits added in the same pass."""
+        self._take_grown()
         if not self._waiting or self._sum_parts is None or self.tensor.dtype == dtype:
             return self.settle().to(dtype)
         result = torch.empty_like(self.tensor, dtype=dtype)
@@ -121,6 +153,13 @@ class AccumulatorHeads(Accumulator):
 
     def add(self, first: int, part: Tensor, borrowed: bool = False, head: int = 0) -> None:
         self._whole.add(first, part, borrowed, self._first + head)
+
+    @property
+    def waits(self) -> bool:
+        return self._whole.waits
+
+    def growing(self, key: Hashable, make: Callable[[], Growing], head: int = 0) -> Growing:
+        return self._whole.growing(key, make, self._first + head)
 
     def _make_room(self, numbers: int) -> None:
         self._whole._make_room(numbers)

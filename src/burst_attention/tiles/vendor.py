@@ -18,6 +18,7 @@ from torch import Tensor
 from burst_attention.geometry import Piece, moved_rows
 from burst_attention.merge import MAX_PARTIALS, MAX_SHARES, Partial, State
 from burst_attention.schedule import PhasePlan, Round
+from burst_attention.tiles import flash4
 from burst_attention.tiles.fused import merge_partials, stand_in_for_out
 from burst_attention.tiles.gpu import DeferringKernel, settle
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
@@ -49,14 +50,10 @@ class VendorKernel(DeferringKernel):
             return queries * (MAX_PARTIALS * (shapes.value_dim * size + 4))
         made_up = visiting and phase.direction == "query"
         query_side = shapes.head_dim + shapes.value_dim * (made_up + self.copies_out * (1 if made_up else 2))
-        row_size = shapes.heads * shapes.head_dim
-        if phase.direction == "query":
-            row_size = shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
-        waiting = _waiting_rows(phase) * shapes.batch * row_size
         inside = queries * shapes.head_dim
         if shapes.kv_heads < shapes.heads:
             inside += keys * (shapes.head_dim + shapes.value_dim)
-        return (queries * query_side + waiting) * size + inside * 4
+        return queries * query_side * size + waiting_bytes(phase) + inside * 4
 
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         for piece in pieces:
@@ -122,7 +119,21 @@ class FlashKernel(VendorKernel):
 
     name = "flash"
 
+    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
+        if phase.phase == "forward" or not flash4.serves_backward(phase.shapes):
+            return super().workspace_bytes(phase, step, visiting)
+        per_key = phase.shapes.heads // phase.shapes.kv_heads
+        return flash4.workspace_bytes(phase, step) + waiting_bytes(phase, per_key, grows=True)
+
+    def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
+        by_itself = [piece for piece in pieces if flash4.serves(piece, x, scale)]
+        for piece in by_itself:
+            flash4.add_gradients(piece, x, gradients, scale)
+        super().backward([piece for piece in pieces if piece not in by_itself], x, gradients, scale)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        if flash4.serves_dims(q.shape[3], v.shape[3], q.dtype):
+            return flash4.attend(q, k, v, causal, scale)
         out, lse, *_ = start(torch.ops.aten._scaled_dot_product_flash_attention)(q, k, v, 0.0, causal, scale=scale)
         return out, lse
 
@@ -136,17 +147,36 @@ class FlashKernel(VendorKernel):
         return found
 
 
-def _waiting_rows(phase: PhasePlan) -> int:
+def waiting_bytes(phase: PhasePlan, per_key: int = 1, grows: bool = False) -> int:
+    """Parts of the gradients at home that wait to be added, `per_key` of dk and dv for each piece.
+
+    Where dq of rectangles grows in one place, those of triangles alone wait.
+    """
+    shapes = phase.shapes
+    row_size = shapes.heads * shapes.head_dim
+    if phase.direction == "query":
+        row_size = shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
+    else:
+        per_key = 1
+    return _waiting_rows(phase, per_key, grows) * shapes.batch * row_size * shapes.dtype.itemsize
+
+
+def _waiting_rows(phase: PhasePlan, per_key: int, grows: bool) -> int:
     """The most rows of the side at home for which parts of gradients wait on any rank."""
     home = "query" if phase.direction == "kv" else "kv"
     most = 0
     for rounds in phase.rounds:
-        parts = [(*moved_rows(piece, home), step.heads) for step in rounds for piece in step.pieces]
+        parts = [
+            (*moved_rows(piece, home), step.heads)
+            for step in rounds
+            for piece in step.pieces
+            if not (grows and home == "query" and piece.is_full)
+        ]
         # A round of half of the heads leaves half as much to wait.
         every = sum((last - first) // (1 if heads is None else 2) for first, last, heads in parts)
         longest = max((last - first for first, last, _ in parts), default=0)
         shard = max((last for _, last, _ in parts), default=0)
-        most = max(most, min(every, MAX_PARTIALS * longest, MAX_SHARES * shard))
+        most = max(most, min(per_key * every, MAX_PARTIALS * longest, MAX_SHARES * shard))
     return most
 
 

@@ -1,0 +1,252 @@
+"""FlashAttention-4's kernels on Hopper, without the passes that its package, and torch's operator, put around a call.
+
+Shapes: B batch, H query heads, G key heads, S query rows, K key rows, D head dim.
+
+Through torch's operator backward of a piece costs more than its products: one pass makes delta out of out and dout and
+clears fp32 sums of dq, another casts them, and queries that visit need a stand-in for out first. A ring has delta
+already. So the kernel is started by itself: from lse and delta, adding to sums of dq that pieces of the same queries
+share. They lie in an order of the kernel's own, and one pass at the end puts them in place.
+
+Where query heads share a key head, the package's kernel adds up dk and dv by atomics and is up to a fifth slower. Here
+the query heads of a group take the place of a batch over the same keys, and their dk and dv are parts to be added.
+
+This starts what the package keeps to itself, so it is for the versions listed here (tests/gpu/test_flash4.py); any
+other goes through torch's operator.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_attention.geometry import Piece
+from burst_attention.schedule import PhasePlan, Round, Shapes
+from burst_attention.tiles.fused import padded_statistics
+from burst_attention.tiles.protocol import BackwardInputs, Gradients
+from burst_attention.tiles.start import start
+
+KNOWN = ("4.0.0b9",)
+HEAD_DIMS = (64, 128)
+FEWEST_ROWS = 256
+"""Of a piece: more than one block of the kernel either way, for which it is compiled."""
+ARCHITECTURE = 90
+
+
+def active_flash() -> str:
+    """What serves torch's flash operator now."""
+    from torch.nn import attention
+
+    current = getattr(attention, "current_flash_attention_impl", None)
+    return (current() if current else None) or "FA2"
+
+
+@functools.lru_cache(maxsize=1)
+def installed_version() -> str:
+    """Of flash-attn-4; nothing where there is none."""
+    try:
+        return importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def serves_dims(head_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels are there, and for these heads."""
+    return (
+        active_flash() == "FA4"
+        and installed_version() in KNOWN
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability() == (9, 0)
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim == value_dim
+        and head_dim in HEAD_DIMS
+    )
+
+
+def serves_backward(shapes: Shapes) -> bool:
+    """Whether backward of a call goes this way, where its pieces are large enough."""
+    return (
+        serves_dims(shapes.head_dim, shapes.value_dim, shapes.dtype)
+        and not torch.are_deterministic_algorithms_enabled()
+        # The heads of a group take the place of a batch: next to a batch they would need two strides.
+        and (shapes.batch == 1 or shapes.heads == shapes.kv_heads)
+    )
+
+
+def serves(piece: Piece, x: BackwardInputs, scale: float) -> bool:
+    """Whether backward of a piece, full or a square triangle, goes this way."""
+    (batch, heads, _, dim), kv_heads, value_dim = x.q.shape, x.k.shape[1], x.v.shape[3]
+    return (
+        min(piece.q_count, piece.k_count) >= FEWEST_ROWS
+        and scale > 0
+        and all(part.stride(-1) == 1 for part in (x.q, x.k, x.v, x.dout))
+        and serves_backward(Shapes(batch, heads, kv_heads, dim, value_dim, x.q.dtype))
+    )
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one piece: the kernel alone, where torch's operator also fills what only dropout would read."""
+    from flash_attn.cute import interface
+
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = start(interface._flash_attn_fwd)(*rows, softmax_scale=scale, causal=causal, return_lse=True)
+    return out.transpose(1, 2), lse
+
+
+def workspace_bytes(phase: PhasePlan, step: Round) -> int:
+    """Sums of dq in fp32 with the statistics, what they are cast to, and parts of dk and dv.
+
+    Sums of rectangles stay where queries are at home; of queries that visit they last a round.
+    """
+    shapes, size = phase.shapes, phase.shapes.dtype.itemsize
+    row = shapes.batch * shapes.heads * shapes.head_dim
+    triangles = sum(piece.q_count for piece in step.pieces if not piece.is_full)
+    sums = _sum_rows([step]) if phase.direction == "query" else max(map(_sum_rows, phase.rounds))
+    keys = sum(piece.k_count for piece in step.pieces)
+    statistics = 2 * shapes.batch * shapes.heads * (sums + triangles)
+    return (sums + triangles) * row * (4 + size) + 4 * statistics + 2 * keys * row * size
+
+
+def _sum_rows(rounds: Sequence[Round]) -> int:
+    """Query rows of different rectangles."""
+    ranges = {(p.q_first, p.q_count) for step in rounds for p in step.pieces if p.is_full}
+    return sum(count for _, count in ranges)
+
+
+def add_gradients(piece: Piece, x: BackwardInputs, gradients: Gradients, scale: float) -> None:
+    """Add a piece's part of the gradients."""
+    queries = slice(piece.q_first, piece.q_first + piece.q_count)
+    keys = slice(piece.k_first, piece.k_first + piece.k_count)
+    causal, per_key = not piece.is_full, x.q.shape[1] // x.k.shape[1]
+    for total in (gradients.dk, gradients.dv):
+        if total is not None:
+            total.make_room(per_key * piece.k_count)
+
+    def new_sums() -> QuerySums:
+        return QuerySums(piece, x.q[:, :, queries], x.lse[:, :, queries], x.delta[:, :, queries], per_key, scale)
+
+    # A triangle is at home and comes once. Rectangles come again with other keys, where queries stay at home.
+    dq = gradients.dq
+    grows = dq is not None and dq.waits and not causal
+    # Home's own rectangles are of half of the heads, those of visiting keys of all.
+    key = queries.start, queries.stop, x.q.shape[1]
+    sums = dq.growing(key, new_sums) if dq is not None and grows else new_sums()
+    parts = sums.add(x.dout[:, :, queries], x.k[:, :, keys], x.v[:, :, keys])
+    if dq is not None and not grows:
+        dq.add(sums.row, sums.take())
+    for total, of_heads in zip((gradients.dk, gradients.dv), parts, strict=True):
+        for part in of_heads:
+            if total is not None:
+                total.add(keys.start, part)
+
+
+class QuerySums:
+    """fp32 sums of dq of some queries, in the kernel's own order, with the statistics that it reads."""
+
+    def __init__(self, piece: Piece, q: Tensor, lse: Tensor, delta: Tensor, per_key: int, scale: float) -> None:
+        self.row, self.q, self.per_key, self.scale = piece.q_first, q, per_key, scale
+        self.causal = not piece.is_full
+        self.config = _config(q.shape[3], self.causal)
+        rounded = -(-q.shape[2] // self.config.m_block_size) * self.config.m_block_size
+        self.lse, self.delta = padded_statistics(lse, delta, rounded, per_key)
+        self.sums = torch.zeros(*self.lse.shape[:2], rounded * q.shape[3], dtype=torch.float32, device=q.device)
+
+    def add(self, dout: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Add the part of some keys; returns dk and dv, each as parts (B, G, K, D) for query heads of a group."""
+        q, dout = (_queries(x, self.per_key) for x in (self.q, dout))
+        k, v = (_keys(x, self.per_key) for x in (k, v))
+        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+        start(_launch)(self.config, self.causal, q, k, v, dout, self.lse, self.delta, self.sums, dk, dv, self.scale)
+        if self.per_key == 1:
+            return [dk.transpose(1, 2)], [dv.transpose(1, 2)]
+        return [part.transpose(0, 1).unsqueeze(0) for part in dk], [part.transpose(0, 1).unsqueeze(0) for part in dv]
+
+    def take(self) -> Tensor:
+        """dq (B, H, S, D) in the dtype of q."""
+        from flash_attn.cute import interface
+
+        batch, heads, rows, dim = self.q.shape
+        dq = torch.empty(batch, rows, heads, dim, dtype=self.q.dtype, device=self.q.device).transpose(1, 2)
+        config = self.config
+        threads = 128 if config.dQ_single_wg else 128 * config.num_wg
+        start(interface._bwd_postprocess_convert)(
+            self.sums, _queries(dq, self.per_key), self.scale, None, None, ARCHITECTURE, _cute_dtype(dq.dtype), dim,
+            config.m_block_size, threads, config.AtomLayoutMdQ, config.dQ_swapAB,
+        )  # fmt: skip
+        return dq
+
+
+def _queries(x: Tensor, per_key: int) -> Tensor:
+    """(B, H, S, D) as the kernel wants it, (B, S, H, D): the heads of a group, if there are some, for a batch."""
+    return x.transpose(1, 2) if per_key == 1 else x[0].unflatten(0, (-1, per_key)).permute(1, 2, 0, 3)  # type: ignore[no-untyped-call]
+
+
+def _keys(x: Tensor, per_key: int) -> Tensor:
+    """(B, G, K, D) as (B, K, G, D), the same for all query heads of a group."""
+    rows = x.transpose(1, 2)
+    return rows if per_key == 1 else rows.expand(per_key, -1, -1, -1)
+
+
+def _config(head_dim: int, causal: bool) -> Any:
+    """The package's own choice of blocks and warps."""
+    from flash_attn.cute import interface
+
+    return interface._tile_size_bwd_sm90(head_dim, head_dim, causal, False)
+
+
+def _cute_dtype(dtype: torch.dtype) -> Any:
+    from flash_attn.cute import interface
+
+    return interface.torch2cute_dtype_map[dtype]
+
+
+NOT_USED = (None,) * 11
+"""Lengths of packed sequences, windows, semaphores of a fixed order, and masks in blocks."""
+_compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+
+def _launch(config: Any, causal: bool, *arguments: Any) -> None:
+    """Start the kernel on q, k, v, dout, lse, delta, sums of dq, dk, dv and scale; compiled when first met."""
+    q = arguments[0]
+    # Which strides are 0 is part of the code.
+    repeated = tuple(tuple(stride == 0 for stride in x.stride()) for x in arguments[:4])
+    key = q.dtype, q.shape[3], causal, repeated
+    if key not in _compiled:
+        _compiled[key] = _compile(config, causal, arguments)
+    _compiled[key](*arguments, *NOT_USED)
+
+
+def _compile(config: Any, causal: bool, arguments: tuple[Any, ...]) -> Callable[..., None]:
+    from cutlass import cute
+    from flash_attn.cute.cute_dsl_utils import to_cute_tensor
+    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
+
+    q = arguments[0]
+    kernel = FlashAttentionBackwardSm90(
+        _cute_dtype(q.dtype),
+        q.shape[3],
+        is_causal=causal,
+        tile_m=config.m_block_size,
+        tile_n=config.n_block_size,
+        Q_stage=config.num_stages_Q,
+        dO_stage=config.num_stages_dO,
+        PdS_stage=config.num_stages_PdS,
+        SdP_swapAB=config.SdP_swapAB,
+        dKV_swapAB=config.dKV_swapAB,
+        dQ_swapAB=config.dQ_swapAB,
+        AtomLayoutMSdP=config.AtomLayoutMSdP,
+        AtomLayoutNdKV=config.AtomLayoutNdKV,
+        AtomLayoutMdQ=config.AtomLayoutMdQ,
+        num_threads=128 * (config.num_wg + 1),
+        dQ_single_wg=config.dQ_single_wg,
+    )
+    *tensors, scale = arguments
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    compiled: Callable[..., None] = cute.compile(
+        kernel, *(to_cute_tensor(x) for x in tensors), scale, *NOT_USED, stream, options="--enable-tvm-ffi"
+    )
+    return compiled
