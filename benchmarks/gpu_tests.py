@@ -32,8 +32,8 @@ def run(name: str, command: list[str], logs: Path, limit: float) -> dict[str, An
             code = subprocess.run(command, cwd=ROOT, stdout=output, stderr=output, timeout=limit).returncode
         except subprocess.TimeoutExpired:
             code = -1
-    counted = COUNTED.findall(log.read_text().rsplit("\n", 2)[-2] if log.stat().st_size else "")
-    found = {what: int(count) for count, what in counted}
+    last = log.read_text().strip().rpartition("\n")[2]
+    found = {what: int(count) for count, what in COUNTED.findall(last)}
     return {"suite": "gpu-tests", "what": name, "exit": code, "seconds": round(time.perf_counter() - started), **found}
 
 

@@ -34,7 +34,9 @@ class WatchedRing(LoneRing):
 
 def forward_and_backward(ring: LoneRing, leaves: tuple[Tensor, ...], dout: Tensor, kernel: str) -> tuple[Tensor, ...]:
     out = burst_attention(*leaves, ring=ring, check="off", kernel=kernel, **CASE.options)
-    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+    # In this thread: another one may let go of its tensors later than this one goes on, where cores are short.
+    with torch.autograd.set_multithreading_enabled(False):
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
 
 def watched(kernel: str) -> tuple[WatchedRing, tuple[Tensor, ...], Tensor]:
