@@ -1,11 +1,13 @@
 """`python benchmarks/gpu_tests.py --output benchmarks/results/gpu.jsonl`: what tests/gpu and the sanitizer say here.
 
-Each file of tests is a process, several at once; a row has what pytest counted. Set PYTHONPATH as for the tests.
+Most of the time goes to compilers, each on one core, so the tests of a file are shared out to processes. A row has what
+pytest counted in all of a file.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -20,7 +22,18 @@ import torch
 from burst_attention.bench import machine
 
 ROOT = Path(__file__).parents[1]
-COUNTED = re.compile(r"(\d+) (passed|failed|skipped|error)")
+PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "not matrix and not soak"]
+TOGETHER = {"exactness_on_cuda": 2, "threads_on_cuda": 9}
+"""Tests of a file that one process runs, where they compile much; of others 40."""
+STOPPED = -1
+"""The exit of what ran out of time."""
+
+
+def collected() -> dict[str, list[str]]:
+    """The tests of each file."""
+    found = subprocess.run([*PYTEST, "--collect-only", "-q", "tests/gpu"], cwd=ROOT, capture_output=True, text=True)
+    names = [line for line in found.stdout.splitlines() if "::" in line]
+    return {file: list(group) for file, group in itertools.groupby(names, lambda name: name.partition("::")[0])}
 
 
 def run(name: str, command: list[str], logs: Path, limit: float) -> dict[str, Any]:
@@ -31,10 +44,31 @@ def run(name: str, command: list[str], logs: Path, limit: float) -> dict[str, An
         try:
             code = subprocess.run(command, cwd=ROOT, stdout=output, stderr=output, timeout=limit).returncode
         except subprocess.TimeoutExpired:
-            code = -1
-    last = log.read_text().strip().rpartition("\n")[2]
-    found = {what: int(count) for count, what in COUNTED.findall(last)}
-    return {"suite": "gpu-tests", "what": name, "exit": code, "seconds": round(time.perf_counter() - started), **found}
+            code = STOPPED
+    counted = {
+        word.lower(): len(re.findall(rf" {word}\b", log.read_text())) for word in ("PASSED", "FAILED", "SKIPPED")
+    }
+    return {"what": name.partition(".")[0], "exit": code, "seconds": time.perf_counter() - started, **counted}
+
+
+def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The processes of one file as a row."""
+    counted = {word: sum(part[word] for part in parts) for word in ("passed", "failed", "skipped")}
+    worst = next((part["exit"] for part in parts if part["exit"]), 0)
+    seconds = round(sum(part["seconds"] for part in parts))
+    return {"suite": "gpu-tests", "what": parts[0]["what"], "exit": worst, "seconds": seconds, **counted}
+
+
+def commands(only: list[str]) -> dict[str, list[str]]:
+    """What each process runs, by the name of its file and a number."""
+    made = {}
+    for file, tests in collected().items():
+        name = Path(file).stem.removeprefix("test_")
+        size = TOGETHER.get(name, 40)
+        for first in range(0, len(tests), size):
+            made[f"{name}.{first // size}"] = [*PYTEST, "-v", *tests[first : first + size]]
+    made["sanitize.0"] = [sys.executable, "-m", "tests.gpu.sanitize"]
+    return {name: command for name, command in made.items() if not only or name.partition(".")[0] in only}
 
 
 def main() -> int:
@@ -43,26 +77,19 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path("runs/gpu_tests"), help="a folder for what tests print")
     parser.add_argument("--jobs", type=int, default=8, help="processes at once")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for each")
-    parser.add_argument("--only", nargs="*", default=[], help="names of files, without test_ and .py")
+    parser.add_argument("--only", nargs="*", default=[], help="names of files, without test_ and .py, or sanitize")
     options = parser.parse_args()
     options.logs.mkdir(parents=True, exist_ok=True)
-    pytest = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider"]
-    commands = {
-        path.stem.removeprefix("test_"): [*pytest, str(path.relative_to(ROOT))]
-        for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
-    }
-    commands["sanitize"] = [sys.executable, "-m", "tests.gpu.sanitize"]
-    chosen = {name: command for name, command in commands.items() if not options.only or name in options.only}
-    facts = machine() | {"gpu": torch.cuda.get_device_name()}
+    facts = machine() | {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
+    chosen = commands(options.only)
     with ThreadPoolExecutor(options.jobs) as pool:
-        rows = pool.map(lambda item: run(*item, options.logs, options.limit) | facts, chosen.items())
-        failed = 0
-        for row in rows:
-            failed += row["exit"] != 0
-            print({name: row[name] for name in row if name not in facts}, flush=True)
-            with options.output.open("a") as output:
-                output.write(json.dumps(row) + "\n")
-    return int(failed > 0)
+        parts = list(pool.map(lambda item: run(*item, options.logs, options.limit), chosen.items()))
+    rows = [together(list(group)) for _, group in itertools.groupby(parts, lambda part: part["what"])]
+    for row in rows:
+        print(row, flush=True)
+    with options.output.open("a") as output:
+        output.writelines(json.dumps(row | facts) + "\n" for row in rows)
+    return int(any(row["exit"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from tables_gpu import (
     gpu_million_table,
     gpu_sizes_plot,
     gpu_tax_table,
+    gpu_tests_table,
     gpu_tiles_table,
 )
 from tables_hosts import (
@@ -102,6 +103,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "gpu-sizes": gpu_sizes_plot,
     "gpu-masks": gpu_masks_table,
     "gpu-million": gpu_million_table,
+    "gpu-tests": gpu_tests_table,
     "hosts-speed": hosts_speed_table,
     "hosts-directions": hosts_directions_table,
     "hosts-hidden": hosts_hidden_table,

@@ -69,9 +69,8 @@ CHOICES = (
     Row(
         "flash",
         lambda c: c.vendor and c.flash not in ("FA2", "") and c.head_dim == c.value_dim and c.head_dim in (64, 128),
-        "FA4 on 8192 x 8192: 716 forward, 621 backward with its sums; cuDNN 674 and 557, ours 672 and 579. On small "
-        "tiles its backward is slower (2048: 416, ours 483), yet a ring of 8 with 4096 tokens each takes 5.4 ms, on "
-        "ours 5.8. Measured in bf16 and D = 128 alone",
+        "FA4 on 8192 x 8192: 716 forward, 621 backward with its sums; cuDNN 674 and 557, ours 672 and 579. A ring of 8 "
+        "with 4096 tokens each takes 5.1 ms, on ours 5.8. Measured in bf16 and D = 128 alone",
     ),
     Row(
         "triton",

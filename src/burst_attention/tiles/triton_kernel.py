@@ -43,11 +43,15 @@ class Config:
     stages: int
 
 
+FP32_WARPS = 8
+"""For wide heads in fp32, whose products are written out one by one: 4 would have twice the code to compile."""
+
+
 def forward_config(head_dim: int, value_dim: int, dtype: torch.dtype) -> Config:
     """What was fastest on an H200 (docs/benchmarks.md); smaller where fp32 or a wide head needs the room."""
     wide = max(head_dim, value_dim)
     if dtype == torch.float32:
-        return Config(64, 32, 4, 2) if wide <= 64 else Config(32, 32, 4, 2)
+        return Config(64, 32, 4, 2) if wide <= 64 else Config(32, 32, FP32_WARPS, 2)
     if wide <= 128:
         return Config(128, 128, 8, 3) if wide <= 64 else Config(128, 64, 8, 3)
     return Config(128, 64, 8, 2) if wide <= 192 else Config(64, 64, 4, 2)
@@ -57,7 +61,7 @@ def key_config(head_dim: int, value_dim: int, dtype: torch.dtype) -> Config:
     """For dk and dv, where a program holds a block of keys."""
     wide = max(head_dim, value_dim)
     if dtype == torch.float32:
-        return Config(32, 32, 4, 1)
+        return Config(32, 32, 4 if wide <= 64 else FP32_WARPS, 1)
     return Config(64, 128, 8, 2) if wide <= 128 else Config(32, 64, 4, 1)
 
 
@@ -65,7 +69,7 @@ def query_config(head_dim: int, value_dim: int, dtype: torch.dtype) -> Config:
     """For dq, where a program holds a block of queries."""
     wide = max(head_dim, value_dim)
     if dtype == torch.float32:
-        return Config(32, 32, 4, 1)
+        return Config(32, 32, 4 if wide <= 64 else FP32_WARPS, 1)
     return Config(128, 64, 8, 2) if wide <= 128 else Config(64, 32, 4, 1)
 
 
