@@ -19,7 +19,7 @@ def gpu_tax_table() -> list[str]:
         "| ms of the slowest rank | whole, fastest, ms | host, ms | peak: measured, planned | GPU, torch, commit |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    keys = ("tokens_per_rank", "kv_heads", "coalesce", "copies", "flash", "kernel")
+    keys = ("tokens_per_rank", "kv_heads", "coalesce", "copies", "flash", "kernel", "results", "direction")
     rows = [row for row in of_suite("gpu-tax") if row["ranks"] == 8 and row["causal"] and "peak_gib" in row]
     rows = latest([row for row in rows if row["tokens_per_rank"] in (4096, 8192)], *keys)
     for row in sorted(rows, key=lambda row: (row["flash"] == "FA2", -row["tokens_per_rank"], -row["kv_heads"])):
@@ -30,8 +30,9 @@ def gpu_tax_table() -> list[str]:
         receives = "by reference"
         if row["copies"]:
             receives = f"copied, {row['forward_copies_ms']:.2f} / {row['backward_copies_ms']:.2f}"
+        straight = f", results straight in {row['wire_dtype']}, {row['direction']} moves" if "results" in row else ""
         lines.append(
-            f"| {row['tokens_per_rank']} | {heads_of(row)} | {KERNELS[row['kernel'], row['flash']]} | "
+            f"| {row['tokens_per_rank']} | {heads_of(row)} | {KERNELS[row['kernel'], row['flash']]}{straight} | "
             f"{row['coalesce']} | {receives} | "
             f"**{row['forward_tax']:.3f}** | **{row['backward_tax']:.3f}** | "
             f"{row['forward_ms']:.2f} / {row['backward_ms']:.2f} | {whole[0]:.1f} / {whole[1]:.1f} | "
@@ -49,6 +50,7 @@ def gpu_grid_table() -> list[str]:
     lines.append("|---|---|" + "---|" * (len(sizes) + 1))
     keys = ("ranks", "tokens_per_rank", "causal", "kv_heads")
     rows = [row for row in of_suite("gpu-tax") if row["flash"] == "FA4" and row["coalesce"] == 2 and not row["copies"]]
+    rows = [row for row in rows if "results" not in row]
     found = {tuple(row[key] for key in keys): row for row in rows}
     for causal, kv_heads, ranks in itertools.product((True, False), (32, 8), (2, 4, 8, 16)):
         line = {size: found.get((ranks, size, causal, kv_heads)) for size in sizes}

@@ -45,6 +45,7 @@ class LocalCall:
         names = {
             "kernel": "kernel", "wire_dtype": "wire_dtype", "return_lse": "returns_lse", "coalesce": "coalesce",
             "ranks per host": "per_host", "head_groups": "head_groups", "heads": "head_degree",
+            "results": "results",
         }  # fmt: skip
         rest = " ".join(f"{name}={getattr(options, field)}" for name, field in names.items())
         return {

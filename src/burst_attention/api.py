@@ -66,6 +66,7 @@ def burst_attention(
     coalesce: int | str = "auto",
     topology: str = "auto",
     head_groups: int | str = "auto",
+    results: str = "chain",
     heads: int = 1,
     **refused: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -101,6 +102,9 @@ def burst_attention(
             host.
         head_groups: in how many groups the heads are computed, which take turns: one computes while another's block is
             under way. "auto" is 4 in a double ring on CPU, or 2, as the heads can be divided; 1 elsewhere.
+        results: how gradients of a block that visits, or partial outputs, come home: "chain" from visitor to visitor,
+            each adding its part, or "straight" from each, added at home. The same bytes, and with a narrow `wire_dtype`
+            each part is rounded once; for ranks that all reach each other alike, in a flat ring.
         heads: how many neighbouring ranks exchange heads for tokens before the ring (Ulysses): with as many as a host
             has, blocks travel between hosts alone; with all of them there is no ring. A divisor of the ring's size and
             at most the number of query heads; key heads are split, or copied where there are too few.
@@ -138,6 +142,7 @@ def burst_attention(
             coalesce=coalesce,
             per_host=per_host_of(ring, topology, heads),
             head_groups=head_groups,
+            results=results,
             head_degree=heads,
             heads=q.shape[1],
             kv_heads=k.shape[1],
@@ -182,6 +187,7 @@ def plan(  # type: ignore[misc]
     coalesce: int | str = "auto",
     ranks_per_host: int = 1,
     head_groups: int | str = "auto",
+    results: str = "chain",
     head_degree: int = 1,
     device: str = "cpu",
 ) -> Plan | HeadsPlan:
@@ -213,7 +219,7 @@ def plan(  # type: ignore[misc]
     options = make_options(
         mask=mask, layout=layout, key_layout=key_layout, scale=None, head_dim=head_dim, direction=direction,
         forward_direction=forward_direction, wire_dtype=wire_dtype, kernel="auto", check="always", needs=needs,
-        returns_lse=return_lse, coalesce=coalesce, head_groups=head_groups,
+        returns_lse=return_lse, coalesce=coalesce, head_groups=head_groups, results=results,
         per_host=_inner_ranks(ranks_per_host, ring_size, head_degree), head_degree=head_degree, heads=heads,
         kv_heads=kv_heads, device_type=device,
     )  # fmt: skip

@@ -75,8 +75,16 @@ GRID = tuple(
 )
 TAX_CASES = (*MAIN_CASES, *(case for case in GRID if case not in MAIN_CASES))
 """Those that are measured in all variants, and the rest of the grid, the shortest first."""
-VARIANTS = (("auto", 2, False), ("auto", 1, False), ("auto", 2, True), ("cudnn", 2, False))
-"""(kernel, blocks at once, copies); cuDNN by name only where no faster flash was activated."""
+STRAIGHT = {"results": "straight", "wire_dtype": torch.bfloat16}
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {"kernel": "auto", "coalesce": 2, "copies": False},
+    {"kernel": "auto", "coalesce": 1, "copies": False},
+    {"kernel": "auto", "coalesce": 2, "copies": True},
+    {"kernel": "auto", "coalesce": 2, "copies": False, "direction": "query", **STRAIGHT},
+    {"kernel": "auto", "coalesce": 2, "copies": False, "direction": "kv", **STRAIGHT},
+    {"kernel": "cudnn", "coalesce": 2, "copies": False},
+)
+"""Options of a call, and whether receives are copies; cuDNN by name only where no faster flash was activated."""
 RANKS_TIMED = (*range(8), 11, 15)
 """Of a ring of up to 8 all. The slowest is one whose coalesced blocks lie on both sides of the diagonal: 2, 4 or 6 in
 forward, 1, 3 or 5 in backward, where W is 8."""
@@ -135,7 +143,9 @@ def made_up_blocks(case: TaxCase, made: Plan, device: str) -> Callable[[str, int
     def make(what: str, nbytes: int) -> Tensor:
         phase, channel, *copied = what.split()
         key = what, nbytes
-        turn = given[key] = (given.get(key, -1) + 1) % (1 if copied else 3)
+        # Computed, sent, and received into one or several.
+        buffers = 2 + made.phase(phase).arrival_slots
+        turn = given[key] = (given.get(key, -1) + 1) % (1 if copied else buffers)
         pool = kept.setdefault(key, [])
         if turn >= len(pool):
             pool.append(_made_up_block(case, made.phase(phase), channel == "result", nbytes, device))
@@ -166,7 +176,8 @@ def lone_calls(case: TaxCase, rank: int, copies: bool, **options: Any) -> dict[s
 
 
 def _of_plan(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name in ("coalesce", "direction")}
+    names = ("coalesce", "direction", "results", "wire_dtype")
+    return {name: value for name, value in options.items() if name in names}
 
 
 def _calls_on(ring: LoneRing, case: TaxCase, options: dict[str, Any]) -> dict[str, Callable[[], Any]]:
@@ -253,18 +264,17 @@ def tax_rows(cases: Sequence[TaxCase], repeat: int, ranks: Sequence[int] = RANKS
             row |= {f"whole_{name}_forward_ms": forward, f"whole_{name}_backward_ms": backward}
         best = [min(whole[index] for whole in timed.values()) for index in (0, 1)]
         chosen = [rank for rank in ranks if rank < case.ranks]
-        for kernel, coalesce, copies in VARIANTS if case in MAIN_CASES else VARIANTS[:1]:
-            if kernel == "cudnn" and flash_name() != "FA2":
+        for variant in VARIANTS if case in MAIN_CASES else VARIANTS[:1]:
+            options = {name: value for name, value in variant.items() if name != "copies"}
+            copies = variant["copies"]
+            if options["kernel"] == "cudnn" and flash_name() != "FA2":
                 continue
-            options = {"kernel": kernel, "coalesce": coalesce}
             times = {rank: rank_ms(case, rank, copies=copies, repeat=repeat, **options) for rank in chosen}
             slowest = {name: max(found[name] for found in times.values()) for name in times[chosen[0]]}
             last = max(chosen, key=lambda rank: times[rank]["backward"])
             alone = copies_ms(case, last, repeat, **options) if copies else {}
             yield row | {
-                "kernel": kernel,
-                "coalesce": coalesce,
-                "copies": copies,
+                **variant_fields(variant),
                 "ranks_timed": chosen,
                 **{f"{phase}_copies_ms": round(value, 4) for phase, value in alone.items()},
                 "peak_gib": round(max(peak_gib(case, rank, **options) for rank in chosen), 3),
@@ -281,6 +291,12 @@ def _try_whole(case: TaxCase, name: str, repeat: int) -> tuple[float, float] | N
     except RuntimeError as error:
         print(f"{name} cannot compute the whole of {case}: {error}")
         return None
+
+
+def variant_fields(variant: dict[str, Any]) -> dict[str, Any]:
+    """A variant as a row has it."""
+    dtype = {"wire_dtype": str(variant["wire_dtype"]).removeprefix("torch.")} if "wire_dtype" in variant else {}
+    return variant | dtype
 
 
 def case_fields(case: TaxCase) -> dict[str, Any]:

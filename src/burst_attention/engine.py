@@ -63,6 +63,10 @@ class ForwardWork:
     def __init__(self, kernel: TileKernel, scale: float, home: State) -> None:
         self.kernel, self.scale, self.home = kernel, scale, home
 
+    def rounds_alone(self, plan: PhasePlan, rounds: Sequence[Round]) -> bool:
+        """Whether all that is lost by computing in a narrow dtype is lost in the kernel already: not of states."""
+        return False
+
     def of_heads(self, heads: Heads, key_heads: Heads) -> ForwardWork:
         """The same work at home for some heads."""
         return ForwardWork(self.kernel, self.scale, self.home.heads(*heads))
@@ -87,7 +91,7 @@ class ForwardWork:
             theirs = theirs._replace(acc=theirs.acc.to(mine.acc.dtype).mul_(theirs.total.unsqueeze(-1)))
         merge(mine.rows(first, first + theirs.acc.shape[2]), theirs)
 
-    def settle(self, ends: bool) -> None:
+    def settle(self, reused: bool) -> None:
         """Nothing waits: states that travel are merged at once."""
 
 
@@ -97,6 +101,11 @@ class BackwardWork:
     def __init__(self, kernel: TileKernel, scale: float, home: Mapping[str, Accumulator]) -> None:
         self.kernel, self.scale, self.home = kernel, scale, home
         self.visiting: dict[str, Accumulator] = {}
+
+    def rounds_alone(self, plan: PhasePlan, rounds: Sequence[Round]) -> bool:
+        """Whether all that is lost by computing in the inputs' dtype is lost in the kernel already."""
+        narrow = all(field.dtype == plan.shapes.dtype for field in plan.results.fields)
+        return narrow and all(self.kernel.gives_parts(plan, step, self.scale) for step in rounds if step.row_count)
 
     def of_heads(self, heads: Heads, key_heads: Heads) -> BackwardWork:
         """The same work at home for some heads."""
@@ -120,11 +129,11 @@ class BackwardWork:
         for name, part in arrived.items():
             (self.home if at_home else self.visiting)[name].add(first, part, borrowed=True)
 
-    def settle(self, ends: bool) -> None:
-        """Take in what waits in buffers that the next round will use again; when the phase ends there is none."""
+    def settle(self, reused: bool) -> None:
+        """Take in what waits for visitors, and at home what waits in buffers that the next round uses again."""
         for total in self.visiting.values():
             total.settle()
-        for total in () if ends else self.home.values():
+        for total in self.home.values() if reused else ():
             total.settle(borrowed_only=True)
 
 
@@ -198,13 +207,16 @@ class PhaseRun:
             ring.open_lanes(home["q"].device)
         results = plan.result_slot_rows(ring.rank)
         precise = make_bundle(plan.results.names, plan.shapes)
+        if plan.straight and work.rounds_alone(plan, self.rounds):
+            # Nothing is added on the way to what the kernel has rounded anyway.
+            precise = plan.results
         self.sent_as_computed = precise == plan.results
         self.computing = self._buffer(RESULT, precise, results.computed)
         # Where results travel as they are computed, these change places with it: one round, or a whole turn, later.
         self.sending = self._buffer(RESULT, plan.results, results.computed)
         self.held = self._buffer(RESULT, plan.results, results.held)
         self.outgoing = self.sending
-        self.receiving = self._buffer(RESULT, plan.results, results.received)
+        self.receiving = [self._buffer(RESULT, plan.results, results.received) for _ in range(plan.arrival_slots)]
         self.receiving_long = self._buffer(RESULT, plan.results, results.received_long)
         self.under_way: list[tuple[int, Pending]] = []
         """Transfers posted and not waited for, with the round they are due in."""
@@ -237,7 +249,8 @@ class PhaseRun:
             self.ring.trace.append(TraceEvent(self.plan.phase, step.index, blocks, *when, times, self.group))
         for transfer in self.results_due.get(step.index, ()):
             self._combine(transfer, step)
-        self.work.settle(ends=step is self.rounds[-1])
+        last_slot = (step.index + 1) % self.plan.arrival_slots == 0
+        self.work.settle(reused=last_slot and step is not self.rounds[-1])
         if self.plan.results.fields and step.row_count:
             self._turn_over(step)
 
@@ -286,7 +299,7 @@ class PhaseRun:
         return self.slots[self.plan.slot_of(used)].part(start, transfer.row_count)
 
     def _receiving(self, transfer: Transfer) -> RowBuffer:
-        return self.receiving_long if transfer.spans else self.receiving
+        return self.receiving_long if transfer.spans else self.receiving[transfer.round % self.plan.arrival_slots]
 
     def _arrival(self, transfer: Transfer, step: Round) -> int:
         """The first row of a result in the buffer that results of the round it is posted in are received into."""

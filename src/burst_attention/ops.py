@@ -218,9 +218,10 @@ def plan_of(
     wire_dtype = WIRE_DTYPES[options.wire_dtype] if options.wire_dtype else None
     sides = options.forward_direction, options.direction
     ways = options.coalesce, options.per_host, options.head_groups
+    straight = options.results == "straight"
     if options.head_degree == 1:
-        return build_plan(mask, layout, key_layout, shapes, *sides, wire_dtype, needs, *ways)
-    rest = sides, wire_dtype, needs, ways, options.head_degree, options.returns_lse
+        return build_plan(mask, layout, key_layout, shapes, *sides, wire_dtype, needs, *ways, straight=straight)
+    rest = sides, wire_dtype, needs, ways, straight, options.head_degree, options.returns_lse
     return build_heads_plan(mask, layout, key_layout, shapes, *rest)
 
 

@@ -20,6 +20,7 @@ from burst_attention.schedule import split_heads
 CHECKS = ("always", "first", "off")
 TOPOLOGIES = ("auto", "flat", "double")
 SIDES = ("auto", "kv", "query")
+RESULTS = ("chain", "straight")
 GPU_COALESCE = 2
 """Blocks computed as one on a GPU, where small tiles are slow and partials cost a pass over memory each."""
 MOST_COALESCED = 8
@@ -53,6 +54,8 @@ class Options:
     """Ranks that share a host in a double ring; 1 is a flat ring."""
     head_groups: int
     """Groups of heads that take turns."""
+    results: str
+    """"chain" or "straight"."""
     head_degree: int
     """Neighbouring ranks that exchange heads for tokens; 1 is a ring of all ranks."""
 
@@ -104,6 +107,7 @@ def make_options(
     coalesce: int | str,
     per_host: int,
     head_groups: int | str,
+    results: str,
     head_degree: int,
     heads: int,
     kv_heads: int,
@@ -117,6 +121,13 @@ def make_options(
             raise ValueError(f"{name} must be one of {', '.join(map(repr, SIDES))}, got {value!r}")
     if not isinstance(returns_lse, bool):
         raise ValueError(f"return_lse must be True or False, got {returns_lse!r}")
+    if results not in RESULTS:
+        raise ValueError(f"results must be one of {', '.join(map(repr, RESULTS))}, got {results!r}")
+    if results == "straight" and per_host > 1:
+        raise ValueError(
+            "results='straight' needs a flat ring, and this one has several hosts; "
+            "use topology='flat' or results='chain'"
+        )
     if check not in CHECKS:
         raise ValueError(f"check must be one of {', '.join(map(repr, CHECKS))}, got {check!r}")
     if check == "off" and (not isinstance(layout, Layout) or isinstance(key_layout, str)):
@@ -139,6 +150,7 @@ def make_options(
         coalesce=_coalesce(coalesce, device_type, per_host),
         per_host=per_host,
         head_groups=_head_groups(head_groups, _kv_heads_alike(heads, kv_heads, head_degree), per_host, device_type),
+        results=results,
         head_degree=head_degree,
     )
 

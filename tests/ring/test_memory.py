@@ -30,6 +30,7 @@ def traced_peak(
     key_layout: str | None = None,
     return_lse: bool = False,
     heads: int = 1,
+    results: str = "chain",
 ) -> int:
     """Most bytes allocated at once by a forward and backward, beyond its inputs."""
     counts = (HEADS, kv_heads, kv_heads, HEADS)
@@ -38,7 +39,7 @@ def traced_peak(
 
     def run() -> None:
         options = {"mask": parse_mask(mask), "layout": layout, "direction": direction, "coalesce": coalesce}
-        options |= {"key_layout": key_layout, "return_lse": return_lse, "heads": heads}
+        options |= {"key_layout": key_layout, "return_lse": return_lse, "heads": heads, "results": results}
         found = burst_attention(q, k, v, ring=ring, **options)  # type: ignore[call-overload]
         out = found[0] if return_lse else found
         torch.autograd.grad(out, (q, k, v), dout)
@@ -105,6 +106,17 @@ def test_copies_in_another_order_are_planned(layout: str, key_layout: str, direc
     options |= {"mask": parse_mask("causal()"), "layout": layout, "key_layout": key_layout, "direction": direction}
     planned = plan(SHARD * 4, 4, coalesce=1, **options)
     for rank, peak in enumerate(run_processes(run_all, 4, timeout=120)):
+        assert planned.peak_bytes(rank) == pytest.approx(peak, rel=0.10), f"rank {rank}"
+
+
+@pytest.mark.parametrize(("direction", "size"), [("kv", 4), ("query", 8)])
+def test_results_that_wait_at_home_are_planned(direction: str, size: int) -> None:
+    case = ("causal()", "zigzag", direction, torch.float32, HEADS, 1, None, False, 1, "straight")
+    options: dict[str, Any] = {"heads": HEADS, "head_dim": HEAD_DIM, "dtype": torch.float32, "layout": "zigzag"}
+    planned = plan(
+        SHARD * size, size, mask=parse_mask("causal()"), direction=direction, coalesce=1, results="straight", **options
+    )
+    for rank, peak in enumerate(run_processes(lambda ring: traced_peak(ring, *case), size, timeout=120)):
         assert planned.peak_bytes(rank) == pytest.approx(peak, rel=0.10), f"rank {rank}"
 
 

@@ -32,7 +32,7 @@ class Case(NamedTuple):
     coalesce: int
     per_host: int = 1
 
-    def plan(self, direction: str, requires_grad: str = "qkv", batch: int = 1) -> Plan:
+    def plan(self, direction: str, requires_grad: str = "qkv", batch: int = 1, results: str = "chain") -> Plan:
         return plan(
             self.layout.tokens,
             self.layout.ring_size,
@@ -47,6 +47,7 @@ class Case(NamedTuple):
             requires_grad=requires_grad,
             coalesce=self.coalesce,
             ranks_per_host=self.per_host,
+            results=results,
         )
 
 

@@ -182,19 +182,53 @@ def test_without_triton_a_gpu_kernel_is_refused_with_the_remedy(monkeypatch: pyt
 
 
 def test_parts_that_wait_hold_at_most_five_times_the_gradient() -> None:
-    """Seven halves may wait together, and five whole ones."""
+    """Nine halves may wait together, and five whole ones."""
     taken: list[int] = []
 
     def sum_parts(target: torch.Tensor, parts: list[Part], load: bool, out: torch.Tensor | None = None) -> None:
         taken.append(len(parts))
 
-    for rows, together in ((4, 7), (8, 5)):
+    for rows, together in ((4, 9), (8, 5)):
         total = Accumulator(torch.empty(1, 2, 8, 4), sum_parts)
         for _ in range(2 * together):
             total.add(0, torch.empty(1, 2, rows, 4))
         total.settle()
         assert taken == [together, together]
         taken.clear()
+
+
+def add_up(target: torch.Tensor, parts: list[Part], load: bool, out: torch.Tensor | None = None) -> None:
+    total = target.float() if load else torch.zeros(target.shape)
+    for row, head, part in parts:
+        total[:, head : head + part.shape[1], row : row + part.shape[2]] += part
+    (target if out is None else out).copy_(total)
+
+
+def test_parts_written_in_place_are_zeros_elsewhere_and_nowhere_twice() -> None:
+    total = Accumulator(torch.full((1, 2, 10, 4), torch.nan, dtype=torch.bfloat16), add_up)
+    for first, last in ((2, 4), (6, 9)):
+        place = total.place(first, last - first, torch.bfloat16)
+        assert place is not None
+        place.fill_(1.0)
+    assert total.place(3, 2, torch.bfloat16) is None, "some of these rows are taken"
+    assert total.place(0, 2, torch.float32) is None, "it would have to be rounded"
+    assert total.heads(0, 1).place(0, 2, torch.bfloat16) is None, "only all heads together"
+    assert not total.fresh
+    total.add(3, torch.ones(1, 1, 2, 4), head=1)
+    wanted = torch.zeros(1, 2, 10, 4)
+    wanted[:, :, 2:4] = wanted[:, :, 6:9] = 1.0
+    wanted[:, 1, 3:5] += 1.0
+    assert torch.equal(total.settle().float(), wanted)
+    assert total.place(0, 2, torch.bfloat16) is None, "there is something now"
+
+
+def test_what_arrives_waits_without_counting_as_memory() -> None:
+    total = Accumulator(torch.full((1, 1, 4, 4), torch.nan), add_up)
+    for _ in range(8):
+        total.add(0, torch.ones(1, 1, 4, 4), borrowed=True)
+    assert total.untouched, "nothing was taken in: buffers hold what is borrowed"
+    total.add(0, torch.ones(1, 1, 4, 4))
+    assert torch.equal(total.settle(borrowed_only=True), torch.full((1, 1, 4, 4), 9.0))
 
 
 def test_a_plan_counts_the_workspace_of_who_would_compute_on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

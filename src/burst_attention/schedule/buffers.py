@@ -51,7 +51,8 @@ def operand_uses(plan: PhasePlan, rank: int) -> Iterator[Use]:
             yield Use(plan.slot_of(used), step.index, transfer.due, ("visit", used), what)
 
 
-SENDING, HELD, RECEIVING, RECEIVING_LONG = range(4)
+SENDING, HELD, RECEIVING_LONG, RECEIVING = range(4)
+"""The last is the first of one or several."""
 
 
 def result_uses(plan: PhasePlan, rank: int) -> Iterator[Use]:
@@ -69,5 +70,9 @@ def result_uses(plan: PhasePlan, rank: int) -> Iterator[Use]:
                 raise PlanError(f"{transfer}: only what ends a turn may be sent for more than a round")
         for transfer in (t for t in step.receives if t.channel == RESULT):
             what = f"results that arrive from round {step.index} until {transfer.due}"
-            slot = RECEIVING_LONG if transfer.spans else RECEIVING
-            yield Use(slot, step.index, transfer.due, ("received", step.index), what)
+            slot, last = RECEIVING_LONG, transfer.due
+            if not transfer.spans:
+                # They may wait until the first of these buffers is written again.
+                slots = plan.arrival_slots
+                slot, last = RECEIVING + step.index % slots, step.index // slots * slots + slots - 1
+            yield Use(slot, step.index, last, ("received", step.index), what)

@@ -49,14 +49,18 @@ def build_plan(
     coalesce: int = 1,
     per_host: int = 1,
     groups: int = 1,
+    straight: bool = False,
 ) -> Plan:
-    """The plan of one call. The moving side of each phase is the given one or, for "auto", the one with fewer bytes."""
+    """The plan of one call. The moving side of each phase is the given one or, for "auto", the one with fewer bytes.
+
+    Results go from visitor to visitor and then home, or `straight` home from each, in a flat ring.
+    """
     shapes = replace(shapes, heads=shapes.heads // groups, kv_heads=shapes.kv_heads // groups)
     if layout.ring_size != key_layout.ring_size:
         raise ValueError(f"layout is for {layout.ring_size} ranks and key_layout for {key_layout.ring_size}")
     mask.require_cover(layout.end, key_layout.end)
     # On a single host a double ring is a flat one.
-    ring = coalesce, 1 if per_host == layout.ring_size else per_host
+    ring = coalesce, 1 if per_host == layout.ring_size else per_host, straight
     forward = _choose(mask, layout, key_layout, shapes, "forward", forward_direction, wire_dtype, needs, *ring)
     backward = None
     if needs:
@@ -75,6 +79,7 @@ def _choose(
     needs: str,
     coalesce: int,
     per_host: int,
+    straight: bool,
 ) -> PhasePlan:
     """Of either side and either way round, what moves the fewest bytes between hosts, then in all, then messages."""
     pieces = piece_table(mask, layout, key_layout)
@@ -86,8 +91,8 @@ def _choose(
         bundles = make_bundle(operands, shapes), make_bundle(results, shapes, wire_dtype)
         for step in (1, -1):
             topology = DoubleRing(layout.ring_size, per_host, step, min(coalesce, max(layout.ring_size - 1, 1)))
-            rounds = _Builder(topology, pieces, side, bundles, shapes.halves()).rounds()
-            candidates.append(PhasePlan(phase, side, topology, *bundles, shapes, needs, local_rows, rounds))
+            rounds = _Builder(topology, pieces, side, bundles, shapes.halves(), straight).rounds()
+            candidates.append(PhasePlan(phase, side, topology, *bundles, shapes, needs, local_rows, rounds, straight))
     return min(candidates, key=lambda plan: (plan.bytes_between_hosts, plan.total_bytes, plan.total_messages))
 
 
@@ -137,8 +142,11 @@ class _Builder:
         side: str,
         bundles: tuple[Bundle, Bundle],
         halves: tuple[Heads, Heads] | None,
+        straight: bool,
     ) -> None:
+        assert not straight or topology.per_host == 1, "results go straight home in a flat ring"
         self.topology = topology
+        self.straight = straight
         self.pieces = pieces
         self.side = side
         self.row_bytes = {OPERAND: bundles[0].row_bytes, RESULT: bundles[1].row_bytes}
@@ -240,7 +248,10 @@ class _Builder:
         return unite_rows(pair for distance in distances for pair in self.needed[block, distance])
 
     def _lay_results(self, block: int) -> None:
-        """Results go round a host, then on to the next for the rows that it adds to, and home for the others."""
+        """Results go round a host, then on to the next for the rows that it adds to, and home for the others.
+
+        Where they go straight home, nobody adds to them on the way.
+        """
         topology = self.topology
         last = topology.per_host - 1
         for distance in range(topology.hosts):
@@ -250,7 +261,7 @@ class _Builder:
                 continue
             posted = topology.first_round(distance) + topology.per_host
             due = min(posted + last, self.last_round)
-            onward = self._shared(block, distance + topology.coalesce) if distance else ()
+            onward = self._shared(block, distance + topology.coalesce) if distance and not self.straight else ()
             target = topology.rank_at(block, Stop(distance + topology.coalesce, last))
             for rows in stretches(onward, needed):
                 self._add(RESULT, block, rows, source, target, posted, due)

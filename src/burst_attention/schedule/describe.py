@@ -46,6 +46,7 @@ def _phase_lines(phase: PhasePlan, groups: int) -> list[str]:
     flops = [groups * phase.flops(rank) for rank in ranks]
     way = "up" if phase.topology.step > 0 else "down"
     moved = ", ".join((*phase.operands.names, *phase.results.names))
+    moved += "; results straight home" if phase.straight and phase.results.fields else ""
     lines = [
         f"{phase.phase}: the {'key' if phase.direction == 'kv' else 'query'} side moves {way} the ring ({moved}); "
         f"at most {_size(max(sent))} sent and {max(flops) / 1e9:.3g} GFLOP per rank"

@@ -252,6 +252,7 @@ def build_heads_plan(
     wire_dtype: torch.dtype | None,
     needs: str,
     ways: tuple[int, int, int],
+    straight: bool,
     degree: int,
     returns_lse: bool,
 ) -> HeadsPlan:
@@ -259,7 +260,7 @@ def build_heads_plan(
     split = split_heads(shapes.heads, shapes.kv_heads, degree)
     layouts = layout.grouped(degree), key_layout.grouped(degree)
     rings = tuple(
-        build_plan(mask, *layouts, split.shapes(shapes, member), *sides, wire_dtype, needs, *ways)
+        build_plan(mask, *layouts, split.shapes(shapes, member), *sides, wire_dtype, needs, *ways, straight=straight)
         for member in range(degree)
     )
     return HeadsPlan(layout, key_layout, shapes, split, rings, needs, wire_dtype, returns_lse)

@@ -40,7 +40,8 @@ def phase_bytes(phase: PhasePlan, rank: int, workspace: Workspace, groups: int) 
     rows = phase.result_slot_rows(rank)
     precise = make_bundle(phase.results.names, phase.shapes)
     results = rows.computed * precise.row_bytes
-    results += (rows.computed + rows.held + rows.received + rows.received_long) * phase.results.row_bytes
+    arrived = phase.arrival_slots * rows.received + rows.received_long
+    results += (rows.computed + rows.held + arrived) * phase.results.row_bytes
     work = (
         workspace(replace(phase, shapes=phase.shapes.of_heads(step.heads)), step, step.row_count > 0)
         for step in phase.rounds[rank]

@@ -27,6 +27,8 @@ from burst_attention.topology import BETWEEN, DoubleRing
 
 OPERAND = "operand"
 RESULT = "result"
+MOST_ARRIVALS = 4
+"""Rounds whose results, where they come straight home, may wait there to be added together."""
 PACKING = 4
 """The operand buffer for what a rank sends of its own block."""
 
@@ -39,7 +41,7 @@ class ResultRows(NamedTuple):
     held: int
     """Of one that is sent during a whole turn."""
     received: int
-    """Received and due in one round."""
+    """Received and due in one round; of each buffer for those."""
     received_long: int
     """Received during a whole turn."""
 
@@ -154,6 +156,13 @@ class PhasePlan:
     local_rows: tuple[int, ...]
     """Rows of the moving side that each rank is home to."""
     rounds: tuple[tuple[Round, ...], ...]
+    straight: bool = False
+    """Whether results go straight home from each visitor, not from visitor to visitor."""
+
+    @property
+    def arrival_slots(self) -> int:
+        """Buffers that results are received into round by round: more than one where they may wait at home."""
+        return max(min(MOST_ARRIVALS, self.topology.visiting_rounds), 1) if self.straight else 1
 
     def row_bytes(self, channel: str) -> int:
         return (self.operands if channel == OPERAND else self.results).row_bytes

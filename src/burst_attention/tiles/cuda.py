@@ -45,6 +45,12 @@ class CudaKernel(DeferringKernel):
         kernels = [self.vendors.get(name) or self.triton for name in names]
         return max(kernel.workspace_bytes(phase, step, visiting) for kernel in kernels)
 
+    def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
+        """Where our own kernel computes none of the pieces: that one adds to what is there."""
+        dims = phase.shapes.head_dim, phase.shapes.value_dim
+        chosen = (chosen_for(phase.phase, piece, dims, phase.shapes.dtype, None, scale) for piece in step.pieces)
+        return all("triton" not in found.values() for found in chosen)
+
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         groups = self._groups("forward", pieces, q, v, scale)
         if state.deferred:

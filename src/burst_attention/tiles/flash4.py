@@ -135,12 +135,16 @@ def add_gradients(piece: Piece, x: BackwardInputs, gradients: Gradients, scale: 
     # Home's own rectangles are of half of the heads, those of visiting keys of all.
     key = queries.start, queries.stop, x.q.shape[1]
     sums = dq.growing(key, new_sums) if dq is not None and grows else new_sums()
-    parts = sums.add(x.dout[:, :, queries], x.k[:, :, keys], x.v[:, :, keys])
+    places = [
+        total.place(keys.start, piece.k_count, x.k.dtype) if total is not None and per_key == 1 else None
+        for total in (gradients.dk, gradients.dv)
+    ]
+    parts = sums.add(x.dout[:, :, queries], x.k[:, :, keys], x.v[:, :, keys], places)
     if dq is not None and not grows:
         dq.add(sums.row, sums.take())
-    for total, of_heads in zip((gradients.dk, gradients.dv), parts, strict=True):
+    for total, place, of_heads in zip((gradients.dk, gradients.dv), places, parts, strict=True):
         for part in of_heads:
-            if total is not None:
+            if place is None and total is not None:
                 total.add(keys.start, part)
 
 
@@ -149,28 +153,38 @@ class QuerySums:
 
     def __init__(self, piece: Piece, q: Tensor, lse: Tensor, delta: Tensor, per_key: int, scale: float) -> None:
         self.row, self.q, self.per_key, self.scale = piece.q_first, q, per_key, scale
+        self.shape, self.dtype = q.shape, q.dtype
         self.causal = not piece.is_full
         self.config = _config(q.shape[3], self.causal)
         rounded = -(-q.shape[2] // self.config.m_block_size) * self.config.m_block_size
         self.lse, self.delta = padded_statistics(lse, delta, rounded, per_key)
         self.sums = torch.zeros(*self.lse.shape[:2], rounded * q.shape[3], dtype=torch.float32, device=q.device)
 
-    def add(self, dout: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Add the part of some keys; returns dk and dv, each as parts (B, G, K, D) for query heads of a group."""
+    def add(
+        self, dout: Tensor, k: Tensor, v: Tensor, places: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Add the part of some keys; returns dk and dv, each as parts (B, G, K, D) for query heads of a group.
+
+        Where there is a place for all of dk, or of dv, it is written there.
+        """
         q, dout = (_queries(x, self.per_key) for x in (self.q, dout))
         k, v = (_keys(x, self.per_key) for x in (k, v))
-        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+        dk, dv = (
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) if place is None else place.transpose(1, 2)
+            for x, place in zip((k, v), places, strict=True)
+        )
         start(_launch)(self.config, self.causal, q, k, v, dout, self.lse, self.delta, self.sums, dk, dv, self.scale)
         if self.per_key == 1:
             return [dk.transpose(1, 2)], [dv.transpose(1, 2)]
         return [part.transpose(0, 1).unsqueeze(0) for part in dk], [part.transpose(0, 1).unsqueeze(0) for part in dv]
 
-    def take(self) -> Tensor:
+    def take(self, out: Tensor | None = None) -> Tensor:
         """dq (B, H, S, D) in the dtype of q."""
         from flash_attn.cute import interface
 
         batch, heads, rows, dim = self.q.shape
         dq = torch.empty(batch, rows, heads, dim, dtype=self.q.dtype, device=self.q.device).transpose(1, 2)
+        dq = dq if out is None else out
         config = self.config
         threads = 128 if config.dQ_single_wg else 128 * config.num_wg
         start(interface._bwd_postprocess_convert)(

@@ -155,7 +155,7 @@ def _sum_kernel(
     mask = (rows < row_count)[:, None] & (d < D)[None, :]
     if LOAD:
         target_at = batch * target_strides[0] + head * target_strides[1] + at[:, None] * target_strides[2] + d[None, :]
-        total = tl.load(target_ptr + target_at, mask=mask, other=0.0)
+        total = tl.load(target_ptr + target_at, mask=mask, other=0.0).to(tl.float32)
     else:
         total = tl.zeros([BLOCK, PADDED], tl.float32)
     for index in tl.static_range(COUNT):

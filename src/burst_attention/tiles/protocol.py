@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from burst_attention.geometry import Piece
-from burst_attention.merge import MAX_PARTIALS, MAX_SHARES, Part, State, finish
+from burst_attention.merge import MAX_PARTS, MAX_SHARES, Part, State, finish
 from burst_attention.schedule import PhasePlan, Round
 
 GRADIENTS = ("dq", "dk", "dv")
@@ -44,9 +44,11 @@ class GrowingPart(Protocol):
     """A part of a gradient, for the rows from `row` on, that a kernel adds to in an order of its own."""
 
     row: int
+    shape: torch.Size
+    dtype: torch.dtype
 
-    def take(self) -> Tensor:
-        """The part (B, heads, rows, dim)."""
+    def take(self, out: Tensor | None = None) -> Tensor:
+        """The part (B, heads, rows, dim), written to `out` where that is given."""
 
 
 Growing = TypeVar("Growing", bound=GrowingPart)
@@ -63,7 +65,10 @@ class Accumulator:
         self.tensor, self.untouched = tensor, untouched
         self._sum_parts = sum_parts
         self._waiting: list[Part] = []
+        self._held = 0
+        """Numbers in parts that wait and are not borrowed."""
         self._growing: dict[tuple[Hashable, int], GrowingPart] = {}
+        self._placed: list[tuple[int, int]] = []
         self._borrows = False
 
     def add(self, first: int, part: Tensor, borrowed: bool = False, head: int = 0) -> None:
@@ -75,9 +80,22 @@ class Accumulator:
             self.settle()
             self.tensor[:, head : head + part.shape[1], first : first + part.shape[2]].add_(part)
             return
-        self._make_room(part.numel())
+        # What is borrowed lies in a buffer that is there anyway.
+        self._make_room(0 if borrowed else part.numel())
         self._waiting.append(Part(first, head, part))
+        self._held += 0 if borrowed else part.numel()
         self._borrows |= borrowed
+
+    def place(self, first: int, rows: int, dtype: torch.dtype) -> Tensor | None:
+        """Where a kernel may write a part for all heads itself, instead of having it added: None where it may not.
+
+        Only where nothing is yet, and what is written is stored as it is.
+        """
+        taken = any(first < last and begin < first + rows for begin, last in self._placed)
+        if self._sum_parts is None or not self.untouched or taken or dtype != self.tensor.dtype:
+            return None
+        self._placed.append((first, first + rows))
+        return self.tensor[:, :, first : first + rows]
 
     @property
     def waits(self) -> bool:
@@ -97,8 +115,7 @@ class Accumulator:
         self._make_room(batch * heads * rows * dim)
 
     def _make_room(self, numbers: int) -> None:
-        held = numbers + sum(part.tensor.numel() for part in self._waiting)
-        if len(self._waiting) == MAX_PARTIALS or held > MAX_SHARES * self.tensor.numel():
+        if len(self._waiting) >= MAX_PARTS or self._held + numbers > MAX_SHARES * self.tensor.numel():
             self.settle()
 
     def settle(self, borrowed_only: bool = False) -> Tensor:
@@ -106,23 +123,40 @@ class Accumulator:
         if borrowed_only and not self._borrows:
             return self.tensor
         self._take_grown()
+        self._fill_gaps()
         if self._waiting and self._sum_parts is not None:
             self._sum_parts(self.tensor, self._waiting, load=not self.untouched)
         elif self.untouched:
             self.tensor.zero_()
         self.untouched = self._borrows = False
         self._waiting.clear()
+        self._held = 0
         return self.tensor
+
+    def _fill_gaps(self) -> None:
+        """After parts were written in place: nothing but zeros where none was."""
+        if not self._placed:
+            return
+        edges = [0, *(edge for placed in sorted(self._placed) for edge in placed), self.tensor.shape[2]]
+        for first, last in zip(edges[::2], edges[1::2], strict=True):
+            if first < last:
+                self.tensor[:, :, first:last].zero_()
+        self._placed.clear()
+        self.untouched = False
 
     def _take_grown(self) -> None:
         for key in list(self._growing):
             grown = self._growing.pop(key)
-            self._waiting.append(Part(grown.row, key[1], grown.take()))
+            whole = grown.shape[1] == self.tensor.shape[1]
+            place = self.place(grown.row, grown.shape[2], grown.dtype) if whole else None
+            part = grown.take(place)
+            if place is None:
+                self._waiting.append(Part(grown.row, key[1], part))
 
     @property
     def fresh(self) -> bool:
         """Whether nothing has been added yet."""
-        return self.untouched and not self._waiting and not self._growing
+        return self.untouched and not self._waiting and not self._growing and not self._placed
 
     def begin(self) -> Tensor:
         """The tensor of a fresh one, for a kernel that writes all of it instead of adding."""
@@ -133,6 +167,7 @@ class Accumulator:
     def finish(self, dtype: torch.dtype) -> Tensor:
         """The gradient in the dtype of its input, with what waits added in the same pass."""
         self._take_grown()
+        self._fill_gaps()
         if not self._waiting or self._sum_parts is None or self.tensor.dtype == dtype:
             return self.settle().to(dtype)
         result = torch.empty_like(self.tensor, dtype=dtype)
@@ -157,6 +192,9 @@ class AccumulatorHeads(Accumulator):
     @property
     def waits(self) -> bool:
         return self._whole.waits
+
+    def place(self, first: int, rows: int, dtype: torch.dtype) -> Tensor | None:
+        return None
 
     def growing(self, key: Hashable, make: Callable[[], Growing], head: int = 0) -> Growing:
         return self._whole.growing(key, make, self._first + head)
@@ -225,6 +263,10 @@ class TileKernel(ABC):
             part = slice(first, first + step)
             delta[:, :, part] = torch.linalg.vecdot(out[:, :, part].to(precise), dout[:, :, part].to(precise))
         return delta if dlse is None else delta - dlse
+
+    def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
+        """Whether gradients of a round come as parts in the dtype of the inputs, which are summed and stored once."""
+        return False
 
     sum_parts: SumParts | None = None
     """How several parts of a gradient are added in one pass, for kernels that let them wait."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from burst_attention.geometry import Piece, moved_rows
-from burst_attention.merge import MAX_PARTIALS, MAX_SHARES, Partial, State
+from burst_attention.merge import MAX_PARTIALS, MAX_PARTS, MAX_SHARES, Partial, State
 from burst_attention.schedule import PhasePlan, Round
 from burst_attention.tiles import flash4
 from burst_attention.tiles.fused import merge_partials, stand_in_for_out
@@ -35,6 +35,9 @@ class VendorKernel(DeferringKernel):
 
     def serves(self, piece: Piece) -> bool:
         return piece.is_full or (piece.is_causal and piece.q_count == piece.k_count)
+
+    def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
+        return True
 
     def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
         """Partials that wait, or backward's stand-in for out, its gradients before they are added, and its own sums.
@@ -176,7 +179,7 @@ def _waiting_rows(phase: PhasePlan, per_key: int, grows: bool) -> int:
         every = sum((last - first) // (1 if heads is None else 2) for first, last, heads in parts)
         longest = max((last - first for first, last, _ in parts), default=0)
         shard = max((last for _, last, _ in parts), default=0)
-        most = max(most, min(per_key * every, MAX_PARTIALS * longest, MAX_SHARES * shard))
+        most = max(most, min(per_key * every, MAX_PARTS * longest, MAX_SHARES * shard))
     return most
 
 
