@@ -86,6 +86,11 @@ DIFFERENCES = [
         ("ranks disagree on options", "coalesce=1", "rank 1 has", "coalesce=2", "the same call"),
         {"coalesce": 2},
     ),
+    Difference(
+        "results",
+        ("ranks disagree on options", "results=chain", "rank 1 has", "results=straight", "the same call"),
+        {"results": "straight"},
+    ),
     Difference("check", both("check", "always", "first"), {"check": "first"}),
     Difference(
         "query-tokens",
@@ -289,6 +294,7 @@ BAD = [
         {"wire_dtype": "bfloat16"},
     ),
     Bad("wire-dtype-integer", ("wire_dtype must be None or one of", "got torch.int8"), {"wire_dtype": torch.int8}),
+    Bad("results", ("results must be one of 'chain', 'straight', got 'home'",), {"results": "home"}),
     Bad("softcap", ("softcap=30.0 is refused: a cap on the scores is not implemented",), {"softcap": 30.0}),
     Bad("dropout-p", ("dropout_p=0.1 is refused: dropout on the weights is not implemented",), {"dropout_p": 0.1}),
     Bad("dropout", ("dropout=0.5 is refused: dropout on the weights is not implemented",), {"dropout": 0.5}),
