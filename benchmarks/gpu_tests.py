@@ -25,6 +25,13 @@ ROOT = Path(__file__).parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "not matrix and not soak"]
 TOGETHER = {"exactness_on_cuda": 2, "threads_on_cuda": 9}
 """Tests of a file that one process runs, where they compile much; of others 40."""
+WORDS = ("PASSED", "FAILED", "SKIPPED", "ERROR")
+SANITIZED = {
+    "memcheck_errors": re.compile(r"memcheck: .*ERROR SUMMARY: (\d+) error"),
+    "races": re.compile(r"racecheck: (\d+) races"),
+    "handshake_reports": re.compile(r"reports on the handshake: (\d+)"),
+}
+"""What tests/gpu/sanitize.py prints."""
 STOPPED = -1
 """The exit of what ran out of time."""
 
@@ -32,6 +39,8 @@ STOPPED = -1
 def collected() -> dict[str, list[str]]:
     """The tests of each file."""
     found = subprocess.run([*PYTEST, "--collect-only", "-q", "tests/gpu"], cwd=ROOT, capture_output=True, text=True)
+    if found.returncode:
+        raise SystemExit(f"some tests cannot be collected:\n{found.stdout}{found.stderr}")
     names = [line for line in found.stdout.splitlines() if "::" in line]
     return {file: list(group) for file, group in itertools.groupby(names, lambda name: name.partition("::")[0])}
 
@@ -45,18 +54,25 @@ def run(name: str, command: list[str], logs: Path, limit: float) -> dict[str, An
             code = subprocess.run(command, cwd=ROOT, stdout=output, stderr=output, timeout=limit).returncode
         except subprocess.TimeoutExpired:
             code = STOPPED
-    counted = {
-        word.lower(): len(re.findall(rf" {word}\b", log.read_text())) for word in ("PASSED", "FAILED", "SKIPPED")
-    }
-    return {"what": name.partition(".")[0], "exit": code, "seconds": time.perf_counter() - started, **counted}
+    text, what = log.read_text(), name.partition(".")[0]
+    counted = {word.lower(): len(re.findall(rf" {word}\b", text)) for word in WORDS}
+    if what == "sanitize":
+        counted = {word: int(found[1]) for word, line in SANITIZED.items() if (found := line.search(text))}
+    tests = sum("::" in argument for argument in command)
+    return {"what": what, "exit": code, "seconds": time.perf_counter() - started, "collected": tests, **counted}
 
 
 def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The processes of one file as a row."""
-    counted = {word: sum(part[word] for part in parts) for word in ("passed", "failed", "skipped")}
-    worst = next((part["exit"] for part in parts if part["exit"]), 0)
-    seconds = round(sum(part["seconds"] for part in parts))
-    return {"suite": "gpu-tests", "what": parts[0]["what"], "exit": worst, "seconds": seconds, **counted}
+    """The processes of one file as a row; a failure counts for more than time that ran out."""
+    words = [word for word in parts[0] if word not in ("what", "exit", "seconds")]
+    exits = sorted({part["exit"] for part in parts if part["exit"]}, key=lambda code: code == STOPPED)
+    return {
+        "suite": "gpu-tests",
+        "what": parts[0]["what"],
+        "exit": exits[0] if exits else 0,
+        "seconds": round(sum(part["seconds"] for part in parts)),
+        **{word: sum(part[word] for part in parts) for word in words},
+    }
 
 
 def commands(only: list[str]) -> dict[str, list[str]]:

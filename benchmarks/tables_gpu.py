@@ -94,7 +94,10 @@ def gpu_tests_table() -> list[str]:
     lines = ["| tests/gpu | passed | failed | skipped | end | GPU, torch, commit |", "|---|---|---|---|---|---|"]
     for row in sorted(latest(of_suite("gpu-tests"), "what"), key=lambda row: row["what"]):
         end = "done" if row["exit"] == 0 else "out of time" if row["exit"] == -1 else f"exit {row['exit']}"
-        counted = " | ".join(str(row.get(word, 0)) for word in ("passed", "failed", "skipped"))
+        passed = str(row.get("passed", 0))
+        if row.get("collected", 0) > sum(row.get(word, 0) for word in ("passed", "failed", "skipped")):
+            passed += f" of {row['collected']}"
+        counted = " | ".join((passed, *(str(row.get(word, 0)) for word in ("failed", "skipped"))))
         if "memcheck_errors" in row:
             counted = f"{row['memcheck_errors']} errors of memory, {row['races']} races | |"
         lines.append(f"| {row['what']} | {counted} | {end} | {row['gpu']}, {row['torch']}, {row['commit']} |")
@@ -103,9 +106,9 @@ def gpu_tests_table() -> list[str]:
 
 def kernel_name(row: Row) -> str:
     """Ours, or the vendor's by the name of what serves it."""
-    return {"triton": "ours", "cudnn": "cuDNN", "flash": row.get("flash", "FA2"), "flex": "FlexAttention"}[
-        row["kernel"]
-    ]
+    flash = row.get("flash", "FA2")
+    names = {"triton": "ours", "cudnn": "cuDNN", "flash": flash, "flash4": "FA4 by itself", "flex": "FlexAttention"}
+    return names[row["kernel"]]
 
 
 def named(rows: list[Row]) -> list[Row]:

@@ -44,8 +44,9 @@ def breakdown_rows(repeat: int, cases: Sequence[TaxCase] = MAIN_CASES) -> Iterat
     name = "cudnn" if flash_name() == "FA2" else "flash"
     for case in cases:
         row = case_fields(case) | {"suite": "gpu-breakdown", "flash": flash_name()}
-        for phase, call in whole_calls(case, name).items():
-            yield row | {"phase": phase, "kernel": name, "what": "whole"} | _spent(call, repeat, case.ranks)
+        for whole in (name, "flash4") if flash_name() == "FA4" else (name,):
+            for phase, call in whole_calls(case, whole).items():
+                yield row | {"phase": phase, "kernel": whole, "what": "whole"} | _spent(call, repeat, case.ranks)
         for kernel in ("auto", "cudnn") if name == "cudnn" else ("auto",):
             ranks = {
                 rank: lone_calls(case, rank, copies=False, coalesce=2, kernel=kernel) for rank in range(case.ranks)

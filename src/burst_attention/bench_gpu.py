@@ -54,7 +54,10 @@ def _rows(repeat: int, flash: str | None, only: str | None) -> Rows:
     if flash:
         from torch.nn.attention import activate_flash_attention_impl
 
-        activate_flash_attention_impl(flash)
+        try:
+            activate_flash_attention_impl(flash)
+        except ImportError as error:
+            raise ValueError(f"--flash {flash} cannot be activated: {error}; FA4 is in burst-attention[fa4]") from None
     for part, make in PARTS.items():
         if only in (None, part):
             yield from make(repeat)

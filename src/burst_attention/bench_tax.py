@@ -19,10 +19,12 @@ from torch import Tensor
 
 from burst_attention.api import burst_attention, plan
 from burst_attention.engine import RowBuffer
+from burst_attention.geometry import Piece, full_piece
 from burst_attention.layout import Layout
 from burst_attention.mask import causal, full
 from burst_attention.ring.lone import LoneRing
 from burst_attention.schedule import PhasePlan, Plan
+from burst_attention.tiles import Accumulator, BackwardInputs, Gradients, TileKernel
 
 WARM_UPS = 3
 LONG_MS = 200.0
@@ -235,34 +237,52 @@ def made_inputs(case: TaxCase, tokens: int) -> tuple[Tensor, ...]:
 
 
 def whole_calls(case: TaxCase, name: str) -> dict[str, Callable[[], Any]]:
-    """One whole attention by a vendor's kernel, forward and backward by themselves."""
+    """One whole attention by a vendor's kernel, forward and backward by themselves.
+
+    "flash" has its backward through torch's operator, "flash4" as a ring starts it: from lse and delta.
+    """
     from burst_attention.tiles.vendor import CudnnKernel, FlashKernel
 
-    kernel = {"cudnn": CudnnKernel, "flash": FlashKernel}[name]()
+    kernel = CudnnKernel() if name == "cudnn" else FlashKernel()
     q, k, v, dout = made_inputs(case, case.tokens)
     scale = case.head_dim**-0.5
     out, lse = kernel.attend(q, k, v, case.causal, scale)
     out, lse = out.contiguous(), lse.contiguous()
+    piece = full_piece(0, case.tokens, 0, case.tokens)
+    piece = piece if not case.causal else piece._replace(low=0)
+    if name == "flash4":
+        return {"backward": lambda: _gradients(kernel, piece, (dout, q, k, v, out, lse), scale)}
     return {
         "forward": lambda: kernel.attend(q, k, v, case.causal, scale),
         "backward": lambda: kernel.gradients(dout, q, k, v, out, lse, case.causal, scale),
     }
 
 
-def whole_ms(case: TaxCase, name: str, repeat: int) -> tuple[float, float]:
+def _gradients(kernel: TileKernel, piece: Piece, given: tuple[Tensor, ...], scale: float) -> list[Tensor]:
+    """(dq, dk, dv) of one piece that is everything, in the dtype of the inputs."""
+    dout, q, k, v, out, lse = given
+    delta = kernel.row_delta(out, dout, None, torch.float32)
+    totals = [
+        Accumulator(torch.empty(x.shape, dtype=torch.float32, device=x.device), kernel.sum_parts) for x in (q, k, v)
+    ]
+    kernel.backward([piece], BackwardInputs(dout, q, k, v, lse, delta, out), Gradients(*totals), scale)
+    return [total.finish(q.dtype) for total in totals]
+
+
+def whole_ms(case: TaxCase, name: str, repeat: int) -> dict[str, float]:
     """Milliseconds of one whole attention by a vendor's kernel, forward and backward."""
-    calls = whole_calls(case, name)
-    return median_ms(calls["forward"], repeat), median_ms(calls["backward"], repeat)
+    return {phase: median_ms(call, repeat) for phase, call in whole_calls(case, name).items()}
 
 
 def tax_rows(cases: Sequence[TaxCase], repeat: int, ranks: Sequence[int] = RANKS_TIMED) -> Iterator[dict[str, Any]]:
     """The ring tax of each case, and of some in all variants; the slowest of the `ranks` that exist is taken."""
     for case in cases:
-        timed = {name: whole for name in ("cudnn", "flash") if (whole := _try_whole(case, name, repeat)) is not None}
+        names = ("cudnn", "flash", "flash4") if flash_name() == "FA4" else ("cudnn", "flash")
+        timed = {name: whole for name in names if (whole := _try_whole(case, name, repeat)) is not None}
         row = case_fields(case) | {"suite": "gpu-tax", "flash": flash_name(), "repeat": repeat}
-        for name, (forward, backward) in timed.items():
-            row |= {f"whole_{name}_forward_ms": forward, f"whole_{name}_backward_ms": backward}
-        best = [min(whole[index] for whole in timed.values()) for index in (0, 1)]
+        for name, whole in timed.items():
+            row |= {f"whole_{name}_{phase}_ms": found for phase, found in whole.items()}
+        best = [min(whole[phase] for whole in timed.values() if phase in whole) for phase in ("forward", "backward")]
         chosen = [rank for rank in ranks if rank < case.ranks]
         for variant in VARIANTS if case in MAIN_CASES else VARIANTS[:1]:
             options = {name: value for name, value in variant.items() if name != "copies"}
@@ -285,7 +305,7 @@ def tax_rows(cases: Sequence[TaxCase], repeat: int, ranks: Sequence[int] = RANKS
             }
 
 
-def _try_whole(case: TaxCase, name: str, repeat: int) -> tuple[float, float] | None:
+def _try_whole(case: TaxCase, name: str, repeat: int) -> dict[str, float] | None:
     try:
         return whole_ms(case, name, repeat)
     except RuntimeError as error:
@@ -306,6 +326,6 @@ def case_fields(case: TaxCase) -> dict[str, Any]:
 
 def flash_name() -> str:
     """What serves torch's flash operator now."""
-    from burst_attention.tiles.flash4 import active_flash
+    from burst_attention.tiles.policy import active_flash
 
     return active_flash()

@@ -181,6 +181,24 @@ def test_without_triton_a_gpu_kernel_is_refused_with_the_remedy(monkeypatch: pyt
         pick_kernel("triton", request_)
 
 
+def test_flash_by_name_is_refused_where_what_is_activated_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burst_attention.tiles.pick.has_triton", lambda: True)
+    monkeypatch.setattr("burst_attention.tiles.pick.active_flash", lambda: "FA4")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (8, 0))
+    with pytest.raises(ValueError, match=r"FA4 is activated, which does not run on this GPU \(8\.0\)"):
+        pick_kernel("flash", TileRequest("cuda", torch.bfloat16, 64, 64))
+
+
+def test_without_triton_a_gpu_gets_the_plain_kernel_and_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    from burst_attention.tiles import pick
+
+    monkeypatch.setattr(pick, "has_triton", lambda: False)
+    pick._warn_without_triton.cache_clear()
+    with pytest.warns(UserWarning, match="install triton"):
+        assert pick_kernel("auto", TileRequest("cuda", torch.bfloat16, 64, 64)).name == "plain"
+
+
 def test_parts_that_wait_hold_at_most_five_times_the_gradient() -> None:
     """Nine halves may wait together, and five whole ones."""
     taken: list[int] = []
@@ -259,6 +277,11 @@ CASE = Case("forward", "full", 8192, 4096, 128, 128, torch.bfloat16, (9, 0), "FA
         ({}, "cudnn"),
         ({"flash": "FA4"}, "flash"),
         ({"flash": "FA4", "head_dim": 96, "value_dim": 96}, "cudnn"),
+        ({"flash": "FA4", "capability": (8, 0)}, "triton"),
+        ({"flash": "FA4", "capability": (8, 0), "head_dim": 96, "value_dim": 96}, "triton"),
+        ({"flash": "FA4", "capability": (12, 0)}, "cudnn"),
+        ({"flash": "FA3", "capability": (10, 0)}, "cudnn"),
+        ({"flash": "FA4", "capability": (10, 0)}, "flash"),
         ({"capability": (8, 0)}, "flash"),
         ({"capability": (7, 5)}, "triton"),
         ({"capability": (0, 0)}, "triton"),

@@ -14,10 +14,9 @@ from torch import Tensor
 from burst_attention.geometry import Piece, full_piece
 from burst_attention.merge import State
 from burst_attention.schedule import PhasePlan, Round
-from burst_attention.tiles.flash4 import active_flash
 from burst_attention.tiles.gpu import DeferringKernel
 from burst_attention.tiles.hopper import has_async_add, has_gluon
-from burst_attention.tiles.policy import Case, choose
+from burst_attention.tiles.policy import Case, active_flash, choose
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.split import FULL, split_piece
 from burst_attention.tiles.triton_kernel import TritonKernel

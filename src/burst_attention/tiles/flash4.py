@@ -27,6 +27,8 @@ from torch import Tensor
 from burst_attention.geometry import Piece
 from burst_attention.schedule import PhasePlan, Round, Shapes
 from burst_attention.tiles.fused import padded_statistics
+from burst_attention.tiles.hopper import loadable
+from burst_attention.tiles.policy import active_flash
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.start import start
 
@@ -35,14 +37,6 @@ HEAD_DIMS = (64, 128)
 FEWEST_ROWS = 256
 """Of a piece: more than one block of the kernel either way, for which it is compiled."""
 ARCHITECTURE = 90
-
-
-def active_flash() -> str:
-    """What serves torch's flash operator now."""
-    from torch.nn import attention
-
-    current = getattr(attention, "current_flash_attention_impl", None)
-    return (current() if current else None) or "FA2"
 
 
 @functools.lru_cache(maxsize=1)
@@ -54,23 +48,28 @@ def installed_version() -> str:
         return ""
 
 
-def serves_dims(head_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels are there, and for these heads."""
+def serves_dims(head_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device | None = None) -> bool:
+    """Whether the kernels are there on a device, or on the current one, and for these heads."""
     return (
         active_flash() == "FA4"
         and installed_version() in KNOWN
         and torch.cuda.is_available()
-        and torch.cuda.get_device_capability() == (9, 0)
+        and torch.cuda.get_device_capability(device) == (9, 0)
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim == value_dim
         and head_dim in HEAD_DIMS
     )
 
 
-def serves_backward(shapes: Shapes) -> bool:
+def serves_forward(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether forward of a piece goes this way."""
+    return serves_dims(q.shape[3], v.shape[3], q.dtype, q.device) and all(map(loadable, (q, k, v)))
+
+
+def serves_backward(shapes: Shapes, device: torch.device | None = None) -> bool:
     """Whether backward of a call goes this way, where its pieces are large enough."""
     return (
-        serves_dims(shapes.head_dim, shapes.value_dim, shapes.dtype)
+        serves_dims(shapes.head_dim, shapes.value_dim, shapes.dtype, device)
         and not torch.are_deterministic_algorithms_enabled()
         # The heads of a group take the place of a batch: next to a batch they would need two strides.
         and (shapes.batch == 1 or shapes.heads == shapes.kv_heads)
@@ -83,8 +82,8 @@ def serves(piece: Piece, x: BackwardInputs, scale: float) -> bool:
     return (
         min(piece.q_count, piece.k_count) >= FEWEST_ROWS
         and scale > 0
-        and all(part.stride(-1) == 1 for part in (x.q, x.k, x.v, x.dout))
-        and serves_backward(Shapes(batch, heads, kv_heads, dim, value_dim, x.q.dtype))
+        and serves_backward(Shapes(batch, heads, kv_heads, dim, value_dim, x.q.dtype), x.q.device)
+        and all(map(loadable, (x.q, x.k, x.v, x.dout)))
     )
 
 
@@ -112,9 +111,9 @@ def workspace_bytes(phase: PhasePlan, step: Round) -> int:
 
 
 def _sum_rows(rounds: Sequence[Round]) -> int:
-    """Query rows of different rectangles."""
-    ranges = {(p.q_first, p.q_count) for step in rounds for p in step.pieces if p.is_full}
-    return sum(count for _, count in ranges)
+    """Query rows of different rectangles; home's own are of half of the heads each, with sums of their own."""
+    ranges = {(p.q_first, p.q_count, step.heads) for step in rounds for p in step.pieces if p.is_full}
+    return sum(count if heads is None else -(-count // 2) for _, count, heads in ranges)
 
 
 def add_gradients(piece: Piece, x: BackwardInputs, gradients: Gradients, scale: float) -> None:
@@ -180,18 +179,11 @@ class QuerySums:
 
     def take(self, out: Tensor | None = None) -> Tensor:
         """dq (B, H, S, D) in the dtype of q."""
-        from flash_attn.cute import interface
-
         batch, heads, rows, dim = self.q.shape
-        dq = torch.empty(batch, rows, heads, dim, dtype=self.q.dtype, device=self.q.device).transpose(1, 2)
-        dq = dq if out is None else out
-        config = self.config
-        threads = 128 if config.dQ_single_wg else 128 * config.num_wg
-        start(interface._bwd_postprocess_convert)(
-            self.sums, _queries(dq, self.per_key), self.scale, None, None, ARCHITECTURE, _cute_dtype(dq.dtype), dim,
-            config.m_block_size, threads, config.AtomLayoutMdQ, config.dQ_swapAB,
-        )  # fmt: skip
-        return dq
+        if out is None:
+            out = torch.empty(batch, rows, heads, dim, dtype=self.q.dtype, device=self.q.device).transpose(1, 2)
+        start(_cast)(self.config, self.sums, _queries(out, self.per_key), self.scale)
+        return out
 
 
 def _queries(x: Tensor, per_key: int) -> Tensor:
@@ -210,6 +202,17 @@ def _config(head_dim: int, causal: bool) -> Any:
     from flash_attn.cute import interface
 
     return interface._tile_size_bwd_sm90(head_dim, head_dim, causal, False)
+
+
+def _cast(config: Any, sums: Tensor, dq: Tensor, scale: float) -> None:
+    """Sums of dq, scaled, in their places (B, S, H, D)."""
+    from flash_attn.cute import interface
+
+    threads = 128 if config.dQ_single_wg else 128 * config.num_wg
+    interface._bwd_postprocess_convert(
+        sums, dq, scale, None, None, ARCHITECTURE, _cute_dtype(dq.dtype), dq.shape[3], config.m_block_size, threads,
+        config.AtomLayoutMdQ, config.dQ_swapAB,
+    )  # fmt: skip
 
 
 def _cute_dtype(dtype: torch.dtype) -> Any:

@@ -64,10 +64,10 @@ def _served(tensors: tuple[Tensor, ...], scale: float) -> bool:
     q = tensors[0]
     on_hopper = q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device) == (9, 0)
     half = q.dtype in (torch.bfloat16, torch.float16)
-    return on_hopper and half and scale > 0 and has_gluon() and all(_loadable(x) for x in tensors)
+    return on_hopper and half and scale > 0 and has_gluon() and all(loadable(x) for x in tensors)
 
 
-def _loadable(x: Tensor) -> bool:
+def loadable(x: Tensor) -> bool:
     """Whether a tensor descriptor can point at it: rows and heads begin at multiples of 16 bytes."""
     strides = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
     aligned = all(stride * x.element_size() % ALIGNMENT == 0 for stride in strides)

@@ -7,6 +7,7 @@ when a call on a GPU asks for them, never before.
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,7 @@ import torch
 
 from burst_attention.tiles.cpu_flash import CpuFlashKernel
 from burst_attention.tiles.plain import PlainKernel
+from burst_attention.tiles.policy import active_flash, runs_on
 from burst_attention.tiles.protocol import TileKernel
 
 
@@ -88,13 +90,25 @@ def _gpu_refusal(request: TileRequest) -> str | None:
 def _flash_refusal(request: TileRequest) -> str | None:
     if request.head_dim != request.value_dim:
         return f"it needs equal head dims, got {request.head_dim} for q, k and {request.value_dim} for v"
-    return _vendor_refusal(request)
+    refusal = _vendor_refusal(request)
+    if refusal is not None or not torch.cuda.is_available():
+        return refusal
+    flash, chip = active_flash(), torch.cuda.get_device_capability()
+    if not runs_on(flash, chip):
+        return f"{flash} is activated, which does not run on this GPU ({chip[0]}.{chip[1]})"
+    return None
 
 
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
     """Whether triton is installed; it is imported only when a kernel needs it."""
     return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache(maxsize=1)
+def _warn_without_triton() -> None:
+    """Once: what serves then is slow, and holds more memory."""
+    warnings.warn("on a GPU without triton torch's matrix products compute attention: install triton", stacklevel=2)
 
 
 @lru_cache(maxsize=8)
@@ -135,6 +149,8 @@ def pick_kernel(name: str, request: TileRequest) -> TileKernel:
             continue
         refusal = choice.refusal(request)
         if refusal is None:
+            if choice.name == "plain" != name and request.device_type == "cuda" and not has_triton():
+                _warn_without_triton()
             return choice.make()
         refusals.append(refusal)
     # Two kernels share a name, one for each kind of device: the tensors' own says what is wrong.

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+FLASH_CHIPS = {"FA3": (9,), "FA4": (9, 10)}
+"""Major capabilities that torch lets what was activated under its flash operator run on; all, where none are listed."""
 STEADY_ROWS = 1024
 STEADY_MULTIPLE = 128
 FLASH_DIMS = 256
@@ -42,6 +44,11 @@ class Case:
         return all(count >= STEADY_ROWS and count % STEADY_MULTIPLE == 0 for count in (self.q_count, self.k_count))
 
     @property
+    def flash_runs(self) -> bool:
+        """Whether what is under torch's flash operator runs on this chip: it takes FA2's place on every one."""
+        return runs_on(self.flash, self.capability)
+
+    @property
     def vendor(self) -> bool:
         """Whether any vendor kernel can serve it."""
         return self.kind != "masked" and self.half and self.steady and self.scale > 0 and self.capability >= (8, 0)
@@ -68,7 +75,8 @@ CHOICES = (
     ),
     Row(
         "flash",
-        lambda c: c.vendor and c.flash not in ("FA2", "") and c.head_dim == c.value_dim and c.head_dim in (64, 128),
+        lambda c: c.vendor and c.flash not in ("FA2", "") and c.flash_runs and c.head_dim == c.value_dim
+        and c.head_dim in (64, 128),
         "FA4 on 8192 x 8192: 716 forward, 621 backward with its sums; cuDNN 674 and 557, ours 672 and 579. A ring of 8 "
         "with 4096 tokens each takes 5.1 ms, on ours 5.8. Measured in bf16 and D = 128 alone",
     ),
@@ -88,7 +96,8 @@ CHOICES = (
     ),
     Row(
         "flash",
-        lambda c: c.vendor and c.head_dim == c.value_dim and c.head_dim % 8 == 0 and c.head_dim <= FLASH_DIMS,
+        lambda c: c.vendor and c.flash_runs and c.head_dim == c.value_dim and c.head_dim % 8 == 0
+        and c.head_dim <= FLASH_DIMS,
         "Ampere and Ada, not measured here: FlashAttention-2 was written for them, cuDNN's fast kernels are for Hopper",
     ),
     Row(
@@ -97,6 +106,19 @@ CHOICES = (
         "every mask, shape and dtype: 1.4 to 1.6 times FlexAttention forward, 1.1 to 1.4 backward; nothing is merged",
     ),
 )  # fmt: skip
+
+
+def runs_on(flash: str, capability: tuple[int, int]) -> bool:
+    """Whether torch lets a version of flash run on a chip."""
+    return flash not in FLASH_CHIPS or capability[0] in FLASH_CHIPS[flash]
+
+
+def active_flash() -> str:
+    """What serves torch's flash operator now."""
+    from torch.nn import attention
+
+    current = getattr(attention, "current_flash_attention_impl", None)
+    return (current() if current else None) or "FA2"
 
 
 def choose(case: Case) -> Row:

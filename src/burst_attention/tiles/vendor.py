@@ -135,7 +135,7 @@ class FlashKernel(VendorKernel):
         super().backward([piece for piece in pieces if piece not in by_itself], x, gradients, scale)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        if flash4.serves_dims(q.shape[3], v.shape[3], q.dtype):
+        if flash4.serves_forward(q, k, v):
             return flash4.attend(q, k, v, causal, scale)
         out, lse, *_ = start(torch.ops.aten._scaled_dot_product_flash_attention)(q, k, v, 0.0, causal, scale=scale)
         return out, lse
