@@ -8,6 +8,7 @@ from table_rows import PAGE, latest, rows_of
 from tables_gpu import (
     gpu_breakdown_table,
     gpu_forward_table,
+    gpu_goals_table,
     gpu_grid_table,
     gpu_masks_table,
     gpu_million_table,
@@ -95,6 +96,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "exactness": exactness_table,
     "claims": claims_table,
     "soak": soak_table,
+    "gpu-goals": gpu_goals_table,
     "gpu-tax": gpu_tax_table,
     "gpu-grid": gpu_grid_table,
     "gpu-breakdown": gpu_breakdown_table,
