@@ -55,7 +55,7 @@ def run(name: str, command: list[str], logs: Path, limit: float) -> dict[str, An
         except subprocess.TimeoutExpired:
             code = STOPPED
     text, what = log.read_text(), name.partition(".")[0]
-    counted = {word.lower(): len(re.findall(rf" {word}\b", text)) for word in WORDS}
+    counted = {word.lower(): len(re.findall(rf"^tests/\S+::.* {word}\b", text, re.M)) for word in WORDS}
     if what == "sanitize":
         counted = {word: int(found[1]) for word, line in SANITIZED.items() if (found := line.search(text))}
     tests = sum("::" in argument for argument in command)

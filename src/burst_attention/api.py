@@ -103,8 +103,9 @@ def burst_attention(
         head_groups: in how many groups the heads are computed, which take turns: one computes while another's block is
             under way. "auto" is 4 in a double ring on CPU, or 2, as the heads can be divided; 1 elsewhere.
         results: how gradients of a block that visits, or partial outputs, come home: "chain" from visitor to visitor,
-            each adding its part, or "straight" from each, added at home. The same bytes, and with a narrow `wire_dtype`
-            each part is rounded once; for ranks that all reach each other alike, in a flat ring.
+            each adding its part, or "straight" from each, added at home. No more bytes, and with a narrow `wire_dtype`
+            each part is rounded once; for ranks that all reach each other alike, in a flat ring (on several hosts,
+            with topology="flat").
         heads: how many neighbouring ranks exchange heads for tokens before the ring (Ulysses): with as many as a host
             has, blocks travel between hosts alone; with all of them there is no ring. A divisor of the ring's size and
             at most the number of query heads; key heads are split, or copied where there are too few.

@@ -14,6 +14,7 @@ from burst_attention.bench_tax import (
     TaxCase,
     case_fields,
     flash_name,
+    has_flash4,
     lone_calls,
     median_ms,
     whole_calls,
@@ -44,7 +45,7 @@ def breakdown_rows(repeat: int, cases: Sequence[TaxCase] = MAIN_CASES) -> Iterat
     name = "cudnn" if flash_name() == "FA2" else "flash"
     for case in cases:
         row = case_fields(case) | {"suite": "gpu-breakdown", "flash": flash_name()}
-        for whole in (name, "flash4") if flash_name() == "FA4" else (name,):
+        for whole in (name, "flash4") if has_flash4(case) else (name,):
             for phase, call in whole_calls(case, whole).items():
                 yield row | {"phase": phase, "kernel": whole, "what": "whole"} | _spent(call, repeat, case.ranks)
         for kernel in ("auto", "cudnn") if name == "cudnn" else ("auto",):

@@ -145,8 +145,8 @@ def made_up_blocks(case: TaxCase, made: Plan, device: str) -> Callable[[str, int
     def make(what: str, nbytes: int) -> Tensor:
         phase, channel, *copied = what.split()
         key = what, nbytes
-        # Computed, sent, and received into one or several.
-        buffers = 2 + made.phase(phase).arrival_slots
+        # Results are computed, sent, and received into one buffer or several.
+        buffers = 2 + made.phase(phase).arrival_slots if channel == "result" else 3
         turn = given[key] = (given.get(key, -1) + 1) % (1 if copied else buffers)
         pool = kept.setdefault(key, [])
         if turn >= len(pool):
@@ -262,9 +262,7 @@ def _gradients(kernel: TileKernel, piece: Piece, given: tuple[Tensor, ...], scal
     """(dq, dk, dv) of one piece that is everything, in the dtype of the inputs."""
     dout, q, k, v, out, lse = given
     delta = kernel.row_delta(out, dout, None, torch.float32)
-    totals = [
-        Accumulator(torch.empty(x.shape, dtype=torch.float32, device=x.device), kernel.sum_parts) for x in (q, k, v)
-    ]
+    totals = [Accumulator(torch.empty_like(x), kernel.sum_parts) for x in (q, k, v)]
     kernel.backward([piece], BackwardInputs(dout, q, k, v, lse, delta, out), Gradients(*totals), scale)
     return [total.finish(q.dtype) for total in totals]
 
@@ -277,7 +275,7 @@ def whole_ms(case: TaxCase, name: str, repeat: int) -> dict[str, float]:
 def tax_rows(cases: Sequence[TaxCase], repeat: int, ranks: Sequence[int] = RANKS_TIMED) -> Iterator[dict[str, Any]]:
     """The ring tax of each case, and of some in all variants; the slowest of the `ranks` that exist is taken."""
     for case in cases:
-        names = ("cudnn", "flash", "flash4") if flash_name() == "FA4" else ("cudnn", "flash")
+        names = ("cudnn", "flash", "flash4") if has_flash4(case) else ("cudnn", "flash")
         timed = {name: whole for name in names if (whole := _try_whole(case, name, repeat)) is not None}
         row = case_fields(case) | {"suite": "gpu-tax", "flash": flash_name(), "repeat": repeat}
         for name, whole in timed.items():
@@ -322,6 +320,13 @@ def variant_fields(variant: dict[str, Any]) -> dict[str, Any]:
 def case_fields(case: TaxCase) -> dict[str, Any]:
     """A case as a row has it."""
     return {**asdict(case), "dtype": str(case.dtype).removeprefix("torch.")}
+
+
+def has_flash4(case: TaxCase) -> bool:
+    """Whether FlashAttention-4 is started by itself here."""
+    from burst_attention.tiles.flash4 import serves_backward
+
+    return serves_backward(case.plan().forward.shapes)
 
 
 def flash_name() -> str:

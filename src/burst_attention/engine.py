@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor
 
 from burst_attention.geometry import Piece, Rows, count_rows, row_offset
-from burst_attention.merge import State, clear, merge, normalised
+from burst_attention.merge import MAX_SHARES, State, clear, merge, normalised
 from burst_attention.ring import Parcel, Pending, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer, make_bundle
 from burst_attention.schedule.bundles import KEY_SIDE, Heads
@@ -105,6 +105,8 @@ class BackwardWork:
     def rounds_alone(self, plan: PhasePlan, rounds: Sequence[Round]) -> bool:
         """Whether all that is lost by computing in the inputs' dtype is lost in the kernel already."""
         narrow = all(field.dtype == plan.shapes.dtype for field in plan.results.fields)
+        # Parts of many query heads for one key head are summed a few at a time.
+        narrow &= plan.shapes.heads <= MAX_SHARES * plan.shapes.kv_heads
         return narrow and all(self.kernel.gives_parts(plan, step, self.scale) for step in rounds if step.row_count)
 
     def of_heads(self, heads: Heads, key_heads: Heads) -> BackwardWork:
@@ -249,8 +251,8 @@ class PhaseRun:
             self.ring.trace.append(TraceEvent(self.plan.phase, step.index, blocks, *when, times, self.group))
         for transfer in self.results_due.get(step.index, ()):
             self._combine(transfer, step)
-        last_slot = (step.index + 1) % self.plan.arrival_slots == 0
-        self.work.settle(reused=last_slot and step is not self.rounds[-1])
+        first_is_next = self.plan.arrival_slot(step.index + 1) == 0
+        self.work.settle(reused=first_is_next and step is not self.rounds[-1])
         if self.plan.results.fields and step.row_count:
             self._turn_over(step)
 
@@ -299,7 +301,7 @@ class PhaseRun:
         return self.slots[self.plan.slot_of(used)].part(start, transfer.row_count)
 
     def _receiving(self, transfer: Transfer) -> RowBuffer:
-        return self.receiving_long if transfer.spans else self.receiving[transfer.round % self.plan.arrival_slots]
+        return self.receiving_long if transfer.spans else self.receiving[self.plan.arrival_slot(transfer.round)]
 
     def _arrival(self, transfer: Transfer, step: Round) -> int:
         """The first row of a result in the buffer that results of the round it is posted in are received into."""

@@ -119,6 +119,29 @@ def test_home_and_visiting_keys_may_have_different_heads() -> None:
     assert relative(total.finish(torch.bfloat16), wanted[0]) < 2 * ERROR[torch.bfloat16]
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("name", PIECES)
+def test_gradients_are_written_where_they_are_sent_from(name: str, kv_heads: int) -> None:
+    """Rows of a buffer that holds all of a token, in the dtype of the inputs."""
+    from burst_attention.tiles.vendor import FlashKernel
+
+    tile, kernel = make_tile(name, torch.bfloat16, 128, kv_heads, 1, packed=True), FlashKernel()
+    _, lse, _ = tile.forward()
+    delta, *wanted = tile.backward()
+    inputs = BackwardInputs(tile.dout, tile.q, tile.k, tile.v, lse.float(), delta.float(), None)
+
+    def packed(x: Tensor, other: int) -> Tensor:
+        rows = torch.full((1, x.shape[2], x.shape[1] + other, 128), math.nan, device="cuda", dtype=torch.bfloat16)
+        return rows[:, :, other:].transpose(1, 2)
+
+    totals = [Accumulator(packed(x, other), kernel.sum_parts) for x, other in ((tile.q, 0), (tile.k, 0), (tile.v, 4))]
+    for piece in PIECES[name][:2]:
+        kernel.backward([piece], inputs, Gradients(*totals), tile.scale)
+    kernel.backward(PIECES[name][2:], inputs, Gradients(*totals), tile.scale)
+    for total, right in zip(totals, wanted, strict=True):
+        assert relative(total.settle(), right) < 2 * ERROR[torch.bfloat16]
+
+
 def test_another_version_goes_through_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     from burst_attention.tiles import flash4
 

@@ -67,6 +67,7 @@ class InParts(PlainKernel):
 
     @staticmethod
     def sum_parts(target: Tensor, parts: Sequence[Part], load: bool, out: Tensor | None = None) -> None:
+        SUMMED.append(len(parts))
         total = target.float() if load else torch.zeros(target.shape)
         for row, head, part in parts:
             total[:, head : head + part.shape[1], row : row + part.shape[2]] += part
@@ -90,6 +91,7 @@ class InParts(PlainKernel):
 
 
 PLACED: list[int] = []
+SUMMED: list[int] = []
 
 
 @pytest.mark.parametrize("coalesce", [1, 2])
@@ -98,10 +100,14 @@ PLACED: list[int] = []
 def test_a_kernel_writes_what_is_sent(monkeypatch: pytest.MonkeyPatch, mask: str, side: str, coalesce: int) -> None:
     monkeypatch.setattr(ops, "pick_kernel", lambda name, request: InParts())
     PLACED.clear()
+    SUMMED.clear()
     masks = MASKS | {"documents": documents([20, 2, 24])}
     problem = Problem(tokens=46, size=6, mask=masks[mask], layout="zigzag", dtype=torch.bfloat16)
     check(problem, results="straight", wire_dtype=torch.bfloat16, coalesce=coalesce, **SIDES[side])
     assert PLACED, "some parts go where they are sent from"
+    if mask == "full":
+        # What three rounds or five bring home, and its own, is added up there in one pass or two.
+        assert len([count for count in SUMMED if count > 1]) <= 6 * 3 * (1 if coalesce == 2 else 2)
     PLACED.clear()
     check(problem, results="chain", wire_dtype=torch.bfloat16, coalesce=coalesce, **SIDES[side])
     assert not PLACED, "what others add to is kept in fp32"

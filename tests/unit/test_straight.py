@@ -34,7 +34,8 @@ def test_a_few_rounds_of_arrivals_have_buffers_whatever_the_ring(ring_size: int,
     )  # fmt: skip
     phase = made.phase("backward")
     assert phase.arrival_slots == min(MOST_ARRIVALS, max(-(-(ring_size - 1) // coalesce), 1))
-    assert made.forward.straight
+    assert [phase.arrival_slot(2 + index) for index in range(phase.arrival_slots)] == list(range(phase.arrival_slots))
+    assert made.forward.straight and made.forward.arrival_slots == 1, "states are merged when they arrive"
 
 
 def test_the_proof_of_memory_sees_a_buffer_that_is_written_too_early() -> None:

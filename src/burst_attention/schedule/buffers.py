@@ -73,6 +73,6 @@ def result_uses(plan: PhasePlan, rank: int) -> Iterator[Use]:
             slot, last = RECEIVING_LONG, transfer.due
             if not transfer.spans:
                 # They may wait until the first of these buffers is written again.
-                slots = plan.arrival_slots
-                slot, last = RECEIVING + step.index % slots, step.index // slots * slots + slots - 1
+                nth = plan.arrival_slot(step.index)
+                slot, last = RECEIVING + nth, step.index + plan.arrival_slots - 1 - nth
             yield Use(slot, step.index, last, ("received", step.index), what)

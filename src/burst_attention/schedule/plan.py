@@ -161,8 +161,13 @@ class PhasePlan:
 
     @property
     def arrival_slots(self) -> int:
-        """Buffers that results are received into round by round: more than one where they may wait at home."""
-        return max(min(MOST_ARRIVALS, self.topology.visiting_rounds), 1) if self.straight else 1
+        """Buffers that results are received into round by round: more than one where gradients may wait at home."""
+        waits = self.straight and self.phase == "backward"
+        return max(min(MOST_ARRIVALS, self.topology.visiting_rounds), 1) if waits else 1
+
+    def arrival_slot(self, index: int) -> int:
+        """The one of these for results that are posted in a round; the first are in round 2."""
+        return (index - 2) % self.arrival_slots
 
     def row_bytes(self, channel: str) -> int:
         return (self.operands if channel == OPERAND else self.results).row_bytes

@@ -140,7 +140,10 @@ def add_gradients(piece: Piece, x: BackwardInputs, gradients: Gradients, scale: 
     ]
     parts = sums.add(x.dout[:, :, queries], x.k[:, :, keys], x.v[:, :, keys], places)
     if dq is not None and not grows:
-        dq.add(sums.row, sums.take())
+        place = dq.place(sums.row, piece.q_count, sums.dtype)
+        part = sums.take(place)
+        if place is None:
+            dq.add(sums.row, part)
     for total, place, of_heads in zip((gradients.dk, gradients.dv), places, parts, strict=True):
         for part in of_heads:
             if place is None and total is not None:

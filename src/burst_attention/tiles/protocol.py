@@ -115,7 +115,10 @@ class Accumulator:
         self._make_room(batch * heads * rows * dim)
 
     def _make_room(self, numbers: int) -> None:
-        if len(self._waiting) >= MAX_PARTS or self._held + numbers > MAX_SHARES * self.tensor.numel():
+        # A narrow one is a visitor's: it is settled once, when the round ends, lest its sums be rounded on the way.
+        narrow = self.tensor.dtype.itemsize < 4
+        many = len(self._waiting) >= MAX_PARTS or self._held + numbers > MAX_SHARES * self.tensor.numel()
+        if self._waiting and many and not narrow:
             self.settle()
 
     def settle(self, borrowed_only: bool = False) -> Tensor:
