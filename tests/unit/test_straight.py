@@ -15,7 +15,7 @@ from burst_attention.schedule.plan import MOST_ARRIVALS, RESULT
 from tests.unit.plan_steps import DIRECTIONS, WIDE, Case, cases, phases, steps
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=80)
 @given(cases(), st.sampled_from(DIRECTIONS))
 def test_every_part_goes_home_and_as_many_bytes_as_by_a_chain(case: Case, direction: str) -> None:
     straight = case.plan(direction, batch=WIDE, results="straight")
