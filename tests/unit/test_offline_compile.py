@@ -23,8 +23,18 @@ def descriptor(rows: int, dim: int, dtype: str = "bf16") -> str:
     return f"tensordesc<{dtype}[1,1,{rows},{dim}],{layout!r}>"
 
 
+ALIGNED = ("_ptr", "_batch", "_head", "_row")
+
+
 def compiled(
-    kernel: Any, source: Any, types: dict[str, str], constants: dict[str, Any], chip: int, warps: int, **options: Any
+    kernel: Any,
+    source: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    chip: int,
+    warps: int,
+    aligned: tuple[str, ...] = ALIGNED,
+    **options: Any,
 ) -> Any:
     """The kernel for a chip; other arguments are pointers to fp32 and numbers, rows aligned as torch's are."""
     from triton.backends.compiler import GPUTarget
@@ -36,22 +46,46 @@ def compiled(
         else types.get(name) or TYPES.get(name) or ("*fp32" if name.endswith("_ptr") else "i32")
         for name in names
     }
-    aligned = [name for name in names if name.endswith(("_ptr", "_batch", "_head", "_row")) and name not in constants]
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    multiples = [name for name in names if name.endswith(aligned) and name not in constants]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in multiples}
     values = {(names.index(name),): value for name, value in constants.items()}
     made = source(kernel, signature, values, attributes)
     return triton.compile(made, target=GPUTarget("cuda", chip, 32), options={"num_warps": warps, **options})
 
 
-def spilled(kernel: Any, folder: Path) -> int:
-    """Instructions that move registers to and from local memory."""
+def machine_code(kernel: Any, folder: Path) -> str:
+    """What the chip runs, in words."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
         pytest.skip("this triton has no disassembler")
     binary = folder / "kernel.cubin"
     binary.write_bytes(kernel.asm["cubin"])
-    text = subprocess.run([tool, "-sass", binary], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([tool, "-sass", binary], capture_output=True, text=True, check=True).stdout
+
+
+def spilled(kernel: Any, folder: Path) -> int:
+    """Instructions that move registers to and from local memory."""
+    text = machine_code(kernel, folder)
     return text.count(" LDL") + text.count(" STL")
+
+
+ADDRESS = re.compile(r"UIADD3\.X (UR\d+), (UR\w+), (-?0x[3-8c-f][0-9a-f]{7}), URZ")
+"""The upper half of an operand's address for a matrix product, which holds how rows lie there: a number added to 0."""
+
+
+def addresses_from_unset_registers(code: str) -> list[str]:
+    """Instructions that make such an upper half of something else than 0."""
+    last: dict[str, str] = {}
+    found = []
+    for line in re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@\S+ )?(.*?)\s*;", code):
+        made = ADDRESS.match(line)
+        if made and made[2] != "URZ" and not re.match(r"UMOV UR\d+, URZ", last.get(made[2], "")):
+            found.append(line)
+        written = re.match(r"(\S+) (?:UP\d+, )?UR(\d+)\b", line)
+        if written:
+            pair = ".64" in written[1] or "WIDE" in written[1]
+            last |= {f"UR{int(written[2]) + index}": line for index in range(1 + pair)}
+    return found
 
 
 def instructions(kernel: Any) -> list[str]:
@@ -129,6 +163,27 @@ def test_the_forward_for_other_chips_compiles(chip: int) -> None:
     constants |= {"LOAD": True, "FINISH": False, "ONE_ENTRY": True, "NEGATIVE": False, "PRECISION": "tf32"}
     kernel = compiled(forward_kernel, ASTSource, types, constants, chip, 8)
     assert ("mma.sync" if chip == 80 else "tcgen05.mma") in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("aligned", [("_ptr",), ("_ptr", "_batch", "_head")], ids=["packed", "shard"])
+@pytest.mark.parametrize("dims", [(24, 16), (40, 24), (80, 16), (160, 24)], ids=str)
+def test_values_narrower_than_keys_are_found_where_they_are(
+    dims: tuple[int, int], aligned: tuple[str, ...], tmp_path: Path
+) -> None:
+    """On an H200 a ring with head dims 40 and 24 ended in an illegal address, which compute-sanitizer put here."""
+    from triton.compiler import ASTSource
+
+    from burst_attention.tiles import triton_kernel as ours
+
+    config = ours.forward_config(*dims, torch.bfloat16)
+    constants = {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k, **ours._dims(*dims), "PRECISION": "tf32"}
+    constants |= {"LOAD": False, "FINISH": False, "ONE_ENTRY": True, "NEGATIVE": False, "peak_row": 1, "lse_row": 1}
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16")
+    made = compiled(
+        ours.forward_kernel, ASTSource, types, constants, 90, config.warps, aligned, num_stages=config.stages
+    )
+    assert "wgmma" in made.asm["ptx"]
+    assert not addresses_from_unset_registers(machine_code(made, tmp_path))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -43,6 +43,8 @@ class Config:
     stages: int
 
 
+SWIZZLED = 64
+"""Columns of 16 bits from which on rows lie in fast memory in the same order, however wide they are."""
 FP32_WARPS = 8
 """For wide heads in fp32, whose products are written out one by one: 4 would have twice the code to compile."""
 
@@ -244,9 +246,15 @@ def dense_columns(x: Tensor) -> Tensor:
 
 
 def _dims(head_dim: int, value_dim: int) -> dict[str, int]:
-    """Head dims as they are, and padded to what a matrix product takes."""
-    padded = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
-    return dict(zip(("DIM", "VALUE_DIM", "D", "E"), (head_dim, value_dim, *padded), strict=True))
+    """Head dims as they are, and padded to what a matrix product takes.
+
+    Values are not narrower than keys below SWIZZLED. Those lie in fast memory in another order than keys, and where one
+    comes after the other in the same place, ptxas of CUDA 12.8 makes an address for Hopper's products out of registers
+    that it never set (tests/unit/test_offline_compile.py).
+    """
+    wide, value_wide = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
+    value_wide = max(value_wide, min(wide, SWIZZLED))
+    return {"DIM": head_dim, "VALUE_DIM": value_dim, "D": wide, "E": value_wide}
 
 
 def _precision(dtype: torch.dtype) -> str:
