@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,16 @@ from burst_attention.ring import Ring
 from burst_attention.schedule import Shapes
 
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Agreed(NamedTuple):
+    """What ranks learn from each other."""
+
+    lengths: Lengths
+    """The tokens of q, and of k, that every rank holds."""
+    tiles_alike: bool
+    """Whether all ranks' kernels choose alike: not on GPUs that differ."""
+
 
 FIELDS = (
     "phase", "batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "device", "requires_grad",
@@ -38,6 +48,8 @@ class LocalCall:
     key_tokens: int
     options: Options
     needs: str
+    tiles: str = ""
+    """What this rank's kernel chooses by, apart from the call."""
 
     def record(self) -> dict[str, Any]:
         """The fixed fields that cross the control channel."""
@@ -67,29 +79,31 @@ class LocalCall:
             "check": options.check,
             "query_tokens": self.query_tokens,
             "key_tokens": self.key_tokens,
+            "tiles": self.tiles,
         }
 
 
-def agree(ring: Ring, call: LocalCall) -> Lengths:
-    """The tokens that every rank holds, after all ranks were found to make the same call."""
+def agree(ring: Ring, call: LocalCall) -> Agreed:
+    """What there is to learn, after all ranks were found to make the same call."""
     ring.next_call()
     options = call.options
-    known: Lengths | None = ring.agreed.get(call)
+    known: Agreed | None = ring.agreed.get(call)
     if options.check == "first" and known is not None:
         return known
     if options.check == "off":
-        return options.lengths(ring.size)
+        return Agreed(options.lengths(ring.size), True)
     records = ring.exchange(call.record(), f"{call.phase} agreement")
     error = find_disagreement(records)
     if error is not None:
         raise ValueError(error)
     lengths = tuple(r["query_tokens"] for r in records), tuple(r["key_tokens"] for r in records)
+    agreed = Agreed(lengths, len({record.get("tiles") for record in records}) == 1)
     if options.check == "first":
         if len(ring.agreed) >= MOST_AGREED:
             # All ranks made the same calls, so all forget at the same one.
             ring.agreed.clear()
-        ring.agreed[call] = lengths
-    return lengths
+        ring.agreed[call] = agreed
+    return agreed
 
 
 def refuse(ring: Ring, error: Exception, check: object) -> ValueError:

@@ -66,7 +66,7 @@ def burst_attention(
     coalesce: int | str = "auto",
     topology: str = "auto",
     head_groups: int | str = "auto",
-    results: str = "chain",
+    results: str = "auto",
     heads: int = 1,
     **refused: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -105,7 +105,9 @@ def burst_attention(
         results: how gradients of a block that visits, or partial outputs, come home: "chain" from visitor to visitor,
             each adding its part, or "straight" from each, added at home. No more bytes, and with a narrow `wire_dtype`
             each part is rounded once; for ranks that all reach each other alike, in a flat ring (on several hosts,
-            with topology="flat").
+            with topology="flat"). "auto" is straight on GPUs of one host whose kernels give gradients in q's dtype, as
+            they do for full and causal masks with FlashAttention-4: those travel as they are, keys and values with
+            them, if that is no more bytes. Elsewhere it is a chain.
         heads: how many neighbouring ranks exchange heads for tokens before the ring (Ulysses): with as many as a host
             has, blocks travel between hosts alone; with all of them there is no ring. A divisor of the ring's size and
             at most the number of query heads; key heads are split, or copied where there are too few.
@@ -144,6 +146,7 @@ def burst_attention(
             per_host=per_host_of(ring, topology, heads),
             head_groups=head_groups,
             results=results,
+            one_host=len(set(ring.hosts)) == 1,
             head_degree=heads,
             heads=q.shape[1],
             kv_heads=k.shape[1],
@@ -188,7 +191,7 @@ def plan(  # type: ignore[misc]
     coalesce: int | str = "auto",
     ranks_per_host: int = 1,
     head_groups: int | str = "auto",
-    results: str = "chain",
+    results: str = "auto",
     head_degree: int = 1,
     device: str = "cpu",
 ) -> Plan | HeadsPlan:
@@ -221,7 +224,8 @@ def plan(  # type: ignore[misc]
         mask=mask, layout=layout, key_layout=key_layout, scale=None, head_dim=head_dim, direction=direction,
         forward_direction=forward_direction, wire_dtype=wire_dtype, kernel="auto", check="always", needs=needs,
         returns_lse=return_lse, coalesce=coalesce, head_groups=head_groups, results=results,
-        per_host=_inner_ranks(ranks_per_host, ring_size, head_degree), head_degree=head_degree, heads=heads,
+        one_host=ranks_per_host == 1, per_host=_inner_ranks(ranks_per_host, ring_size, head_degree),
+        head_degree=head_degree, heads=heads,
         kv_heads=kv_heads, device_type=device,
     )  # fmt: skip
     query_layout = resolve_layout(options.layout, tokens, ring_size)
@@ -232,8 +236,8 @@ def plan(  # type: ignore[misc]
     for name, given, found in (("tokens", tokens, query_layout), ("key_tokens", key_tokens, keys_layout)):
         if given is not None and given != found.tokens:
             raise ValueError(f"{name} {given} differs from the layout's {found.tokens} ({found})")
-    built = plan_of(options, mask or full(), query_layout, keys_layout, shapes, needs)
     tiles = pick_kernel(kernel, TileRequest(device, dtype, shapes.head_dim, shapes.value_dim, return_lse))
+    built = plan_of(options, mask or full(), query_layout, keys_layout, shapes, needs, tiles)
     if isinstance(built, HeadsPlan):
         return replace(built, rings=tuple(replace(p, workspace=tiles.workspace_bytes) for p in built.rings))
     return replace(built, workspace=tiles.workspace_bytes)

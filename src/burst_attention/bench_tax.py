@@ -77,13 +77,11 @@ GRID = tuple(
 )
 TAX_CASES = (*MAIN_CASES, *(case for case in GRID if case not in MAIN_CASES))
 """Those that are measured in all variants, and the rest of the grid, the shortest first."""
-STRAIGHT = {"results": "straight", "wire_dtype": torch.bfloat16}
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"kernel": "auto", "coalesce": 2, "copies": False},
     {"kernel": "auto", "coalesce": 1, "copies": False},
     {"kernel": "auto", "coalesce": 2, "copies": True},
-    {"kernel": "auto", "coalesce": 2, "copies": False, "direction": "query", **STRAIGHT},
-    {"kernel": "auto", "coalesce": 2, "copies": False, "direction": "kv", **STRAIGHT},
+    {"kernel": "auto", "coalesce": 2, "copies": False, "results": "chain"},
     {"kernel": "cudnn", "coalesce": 2, "copies": False},
 )
 """Options of a call, and whether receives are copies; cuDNN by name only where no faster flash was activated."""
@@ -178,7 +176,7 @@ def lone_calls(case: TaxCase, rank: int, copies: bool, **options: Any) -> dict[s
 
 
 def _of_plan(options: dict[str, Any]) -> dict[str, Any]:
-    names = ("coalesce", "direction", "results", "wire_dtype")
+    names = ("kernel", "coalesce", "direction", "results", "wire_dtype")
     return {name: value for name, value in options.items() if name in names}
 
 

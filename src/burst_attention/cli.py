@@ -104,8 +104,8 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument(
         "--results",
         choices=RESULTS,
-        default="chain",
-        help="how results come home: by a chain of visitors, or straight",
+        default="auto",
+        help="how results come home: by a chain of visitors, or straight (default on GPUs of one host, if it can be)",
     )
     plan.set_defaults(run=_plan)
 

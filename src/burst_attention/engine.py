@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from burst_attention.geometry import Piece, Rows, count_rows, row_offset
-from burst_attention.merge import MAX_SHARES, State, clear, merge, normalised
+from burst_attention.geometry import Rows, count_rows, row_offset
+from burst_attention.lanes import Lanes
+from burst_attention.merge import normalised
 from burst_attention.ring import Parcel, Pending, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer, make_bundle
-from burst_attention.schedule.bundles import KEY_SIDE, Heads
+from burst_attention.schedule.bundles import KEY_SIDE
 from burst_attention.schedule.plan import OPERAND, RESULT
-from burst_attention.tiles import GRADIENTS, Accumulator, BackwardInputs, Gradients, TileKernel
+from burst_attention.work import Work, state_of
 
 CHANNELS = {(OPERAND, False): 0, (RESULT, False): 1, (OPERAND, True): 2, (RESULT, True): 3}
 """By what travels, and whether it may take more than a round: each has an order of its own."""
@@ -53,95 +54,6 @@ class RowBuffer:
         return views
 
 
-def state_of(fields: Mapping[str, Tensor]) -> State:
-    return State(fields["acc"], fields["peak"], fields["total"])
-
-
-class ForwardWork:
-    """How forward computes pieces and merges results: a state at home, and one for visiting queries."""
-
-    def __init__(self, kernel: TileKernel, scale: float, home: State) -> None:
-        self.kernel, self.scale, self.home = kernel, scale, home
-
-    def rounds_alone(self, plan: PhasePlan, rounds: Sequence[Round]) -> bool:
-        """Whether all that is lost by computing in a narrow dtype is lost in the kernel already: not of states."""
-        return False
-
-    def of_heads(self, heads: Heads, key_heads: Heads) -> ForwardWork:
-        """The same work at home for some heads."""
-        return ForwardWork(self.kernel, self.scale, self.home.heads(*heads))
-
-    def compute(
-        self, pieces: tuple[Piece, ...], x: Mapping[str, Tensor], visiting: Collection[str], last: bool = False
-    ) -> None:
-        """Add pieces to home's state, or begin that of queries that are among the visiting tensors."""
-        state = self.home
-        if state.deferred:
-            state.deferred.last = last
-        if "acc" in visiting:
-            state = state_of(x)
-            clear(state)
-        if pieces:
-            self.kernel.forward(pieces, x["q"], x["k"], x["v"], state, self.scale)
-
-    def combine(self, first: int, arrived: Mapping[str, Tensor], at_home: bool, visiting: Mapping[str, Tensor]) -> None:
-        """Merge a partial state that has arrived, from row `first` on."""
-        mine, theirs = self.home if at_home else state_of(visiting), state_of(arrived)
-        if theirs.acc.dtype != mine.acc.dtype:
-            theirs = theirs._replace(acc=theirs.acc.to(mine.acc.dtype).mul_(theirs.total.unsqueeze(-1)))
-        merge(mine.rows(first, first + theirs.acc.shape[2]), theirs)
-
-    def settle(self, reused: bool) -> None:
-        """Nothing waits: states that travel are merged at once."""
-
-
-class BackwardWork:
-    """How backward computes pieces and adds results: gradients grow at home; visiting ones are begun every round."""
-
-    def __init__(self, kernel: TileKernel, scale: float, home: Mapping[str, Accumulator]) -> None:
-        self.kernel, self.scale, self.home = kernel, scale, home
-        self.visiting: dict[str, Accumulator] = {}
-
-    def rounds_alone(self, plan: PhasePlan, rounds: Sequence[Round]) -> bool:
-        """Whether all that is lost by computing in the inputs' dtype is lost in the kernel already."""
-        narrow = all(field.dtype == plan.shapes.dtype for field in plan.results.fields)
-        # Parts of many query heads for one key head are summed a few at a time.
-        narrow &= plan.shapes.heads <= MAX_SHARES * plan.shapes.kv_heads
-        return narrow and all(self.kernel.gives_parts(plan, step, self.scale) for step in rounds if step.row_count)
-
-    def of_heads(self, heads: Heads, key_heads: Heads) -> BackwardWork:
-        """The same work at home for some heads."""
-        parts = {name: total.heads(*(key_heads if name in KEY_SIDE else heads)) for name, total in self.home.items()}
-        return BackwardWork(self.kernel, self.scale, parts)
-
-    def compute(
-        self, pieces: tuple[Piece, ...], x: Mapping[str, Tensor], visiting: Collection[str], last: bool = False
-    ) -> None:
-        """Add pieces to home's gradients and, for visiting tensors, to new ones."""
-        inputs = BackwardInputs(x["dout"], x["q"], x["k"], x["v"], x["lse"], x["delta"], x.get("out"))
-        begun = (name for name in GRADIENTS if name in visiting)
-        self.visiting = {name: Accumulator(x[name], self.kernel.sum_parts) for name in begun}
-        here = {**self.home, **self.visiting}
-        if not pieces:
-            return
-        self.kernel.backward(pieces, inputs, Gradients(*(here.get(name) for name in GRADIENTS)), self.scale)
-
-    def combine(self, first: int, arrived: Mapping[str, Tensor], at_home: bool, visiting: Mapping[str, Tensor]) -> None:
-        """Add gradients that have arrived, from row `first` on."""
-        for name, part in arrived.items():
-            (self.home if at_home else self.visiting)[name].add(first, part, borrowed=True)
-
-    def settle(self, reused: bool) -> None:
-        """Take in what waits for visitors, and at home what waits in buffers that the next round uses again."""
-        for total in self.visiting.values():
-            total.settle()
-        for total in self.home.values() if reused else ():
-            total.settle(borrowed_only=True)
-
-
-Work = ForwardWork | BackwardWork
-
-
 def run_phase(runs: Sequence[PhaseRun]) -> None:
     """Run every round of one phase; on any error the other ranks are told where and why.
 
@@ -162,6 +74,10 @@ def run_phase(runs: Sequence[PhaseRun]) -> None:
     except BaseException as error:
         first.ring.fail(f"{first.plan.phase} round {at}", error)
         raise
+    finally:
+        # Also after an error: the memory of a run goes back to the caller's stream.
+        for run in runs:
+            run.lanes.join()
 
 
 def stretches_of_rounds(rounds: int, per_host: int) -> list[range]:
@@ -189,7 +105,7 @@ class PhaseRun:
         ring: Ring,
         home: dict[str, Tensor],
         work: Work,
-        group: int = 0,
+        group: int | None = None,
     ) -> None:
         self.plan, self.ring, self.home, self.work, self.group = plan, ring, home, work, group
         self.rounds = plan.rounds[ring.rank]
@@ -222,6 +138,22 @@ class PhaseRun:
         self.receiving_long = self._buffer(RESULT, plan.results, results.received_long)
         self.under_way: list[tuple[int, Pending]] = []
         """Transfers posted and not waited for, with the round they are due in."""
+        self.lanes = Lanes(home["q"].device if self._rounds_are_apart() else None)
+        work.take_in_alone(self.lanes)
+
+    def _rounds_are_apart(self) -> bool:
+        """Whether on a GPU no round reads, or adds to, what another has written: what they give is laid aside.
+
+        Our own kernel adds to a state or a gradient; so does a visitor to what comes from another. Row statistics that
+        travel are laid out for every round in one place, and groups of heads take turns already.
+        """
+        plan, kernel, scale = self.plan, self.work.kernel, self.work.scale
+        if self.home["q"].device.type != "cuda" or self.group is not None or plan.operands.statistics:
+            return False
+        alone = not plan.results.fields or (plan.straight and self.sent_as_computed)
+        steps = [step for step in self.rounds if step.pieces]
+        parts = alone and self.work.lays_aside and all(kernel.gives_parts(plan, step, scale) for step in steps)
+        return parts and len(steps) > 1
 
     def _buffer(self, channel: str, bundle: Bundle, rows: int) -> RowBuffer:
         what = f"{self.plan.phase} {channel}"
@@ -230,9 +162,14 @@ class PhaseRun:
     def begin(self, index: int) -> None:
         """Post a round's transfers and compute its pieces."""
         step = self.rounds[index]
+        ready = self.lanes.ready()
+        self.lanes.join()
         self._post(step)
         started = time.perf_counter()
-        self._compute_round(step)
+        with self.lanes.turn(ready):
+            self._compute_round(step)
+            if self.plan.straight:
+                self.work.settle_visiting()
         self.computed = started, time.perf_counter() - started
 
     def end(self, index: int) -> None:
@@ -248,11 +185,12 @@ class PhaseRun:
             blocks = tuple(visit.block for visit in step.visits)
             times = tuple(self.ring.time_of(pending) for pending in finished if pending.sends or pending.receives)
             when = *self.computed, *waited
-            self.ring.trace.append(TraceEvent(self.plan.phase, step.index, blocks, *when, times, self.group))
+            self.ring.trace.append(TraceEvent(self.plan.phase, step.index, blocks, *when, times, self.group or 0))
         for transfer in self.results_due.get(step.index, ()):
             self._combine(transfer, step)
-        first_is_next = self.plan.arrival_slot(step.index + 1) == 0
-        self.work.settle(reused=first_is_next and step is not self.rounds[-1])
+        self.work.settle_visiting()
+        if self.plan.arrival_slot(step.index + 1) == 0 and step is not self.rounds[-1]:
+            self.work.settle_home()
         if self.plan.results.fields and step.row_count:
             self._turn_over(step)
 

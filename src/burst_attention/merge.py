@@ -13,6 +13,8 @@ A row that has seen no key has peak = -inf, total = 0 and acc = 0.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -56,6 +58,8 @@ class Deferred:
     """Whether the pieces that come now are the last, so that a kernel may end the state itself."""
     finished: tuple[Tensor, Tensor] | None = None
     """(out, lse), where it did."""
+    alone: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    """What partials are taken in under, where several streams of a GPU make them (lanes.py)."""
 
 
 class State(NamedTuple):

@@ -10,14 +10,16 @@ calls: its `custom_op` decorator does the same but imports the compiler at the f
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from burst_attention.agreement import LocalCall, agree, shapes_of
-from burst_attention.engine import BackwardWork, ForwardWork, PhaseRun, Work, run_phase
+from burst_attention.agreement import LocalCall, agree, refuse, shapes_of
+from burst_attention.engine import PhaseRun, run_phase
+from burst_attention.kept import kept
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask
 from burst_attention.merge import Deferred, State, clear
@@ -26,6 +28,7 @@ from burst_attention.ring import Ring, ring_named
 from burst_attention.schedule import HeadsPlan, PhasePlan, Plan, Shapes, build_heads_plan, build_plan
 from burst_attention.schedule.bundles import KEY_SIDE
 from burst_attention.tiles import Accumulator, TileKernel, TileRequest, pick_kernel
+from burst_attention.work import BackwardWork, ForwardWork, Work, rounds_alone
 
 TENSORS = ("q", "k", "v", "out", "lse", "dout")
 """What backward works from: what forward saved, and its output's gradient."""
@@ -201,28 +204,63 @@ def prepare(
     """
     options, mask = parse_options(text)
     needs = options.needs if needs is None else needs
-    call = LocalCall(phase, shapes, device.type, *lengths, options, needs)
-    plan = plan_of(options, mask, *options.layouts(*agree(ring, call)), shapes, needs)
     dims = shapes.head_dim, shapes.value_dim
     request = TileRequest(device.type, shapes.dtype, *dims, options.returns_lse, options.scale)
-    kernel = pick_kernel(options.kernel, request)
+    try:
+        kernel = pick_kernel(options.kernel, request)
+    except ValueError as error:
+        raise refuse(ring, error, options.check) from None
+    tiles = repr(kernel.facts(device)) if options.results == "auto" else ""
+    agreed = agree(ring, LocalCall(phase, shapes, device.type, *lengths, options, needs, tiles))
+    if not agreed.tiles_alike:
+        options = replace(options, results="chain")
+    plan = plan_of(options, mask, *options.layouts(*agreed.lengths), shapes, needs, kernel)
     for ring_plan in plan.rings if isinstance(plan, HeadsPlan) else (plan,):
         require_served(kernel, ring_plan)
     return options, plan, kernel
 
 
 def plan_of(
-    options: Options, mask: Mask, layout: Layout, key_layout: Layout, shapes: Shapes, needs: str
+    options: Options,
+    mask: Mask,
+    layout: Layout,
+    key_layout: Layout,
+    shapes: Shapes,
+    needs: str,
+    kernel: TileKernel,
 ) -> Plan | HeadsPlan:
     """What a call with these options runs."""
     wire_dtype = WIRE_DTYPES[options.wire_dtype] if options.wire_dtype else None
     sides = options.forward_direction, options.direction
     ways = options.coalesce, options.per_host, options.head_groups
     straight = options.results == "straight"
+    if options.results == "auto" and wire_dtype in (None, shapes.dtype) and options.direction != "query":
+        as_given = mask, layout, key_layout, shapes, options.forward_direction
+        narrow = *as_given, "kv", shapes.dtype, needs, *ways, True
+        if saves_sums(narrow, (*as_given, *sides[1:], wire_dtype, needs, *ways), kernel, options.scale, kernel.facts()):
+            return build_plan(*narrow)
     if options.head_degree == 1:
         return build_plan(mask, layout, key_layout, shapes, *sides, wire_dtype, needs, *ways, straight=straight)
     rest = sides, wire_dtype, needs, ways, straight, options.head_degree, options.returns_lse
     return build_heads_plan(mask, layout, key_layout, shapes, *rest)
+
+
+@kept(64)
+def saves_sums(
+    narrow: tuple[Any, ...], chain: tuple[Any, ...], kernel: TileKernel, scale: float, facts: tuple[Hashable, ...]
+) -> bool:
+    """Whether gradients of keys had better go straight home as the kernel gives them, in the dtype of the inputs.
+
+    A chain adds to them in fp32 on the way, a pass over memory in every round. Plans are given by what they are built
+    of, and asked for all ranks, so that all decide alike; `facts` are what else the kernel chooses by.
+    """
+    made, other = build_plan(*narrow), build_plan(*chain)
+    phase = made.backward
+    if phase is None or other.backward is None or made.forward.results.fields:
+        return False
+    rounds = [step for steps in phase.rounds for step in steps if step.pieces]
+    parts = phase.topology.size > 1 and rounds_alone(kernel, phase, rounds, scale)
+    return parts and phase.total_bytes <= other.backward.total_bytes
 
 
 def require_served(kernel: TileKernel, plan: Plan) -> None:

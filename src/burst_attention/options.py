@@ -20,7 +20,7 @@ from burst_attention.schedule import split_heads
 CHECKS = ("always", "first", "off")
 TOPOLOGIES = ("auto", "flat", "double")
 SIDES = ("auto", "kv", "query")
-RESULTS = ("chain", "straight")
+RESULTS = ("auto", "chain", "straight")
 GPU_COALESCE = 2
 """Blocks computed as one on a GPU, where small tiles are slow and partials cost a pass over memory each."""
 MOST_COALESCED = 8
@@ -55,7 +55,7 @@ class Options:
     head_groups: int
     """Groups of heads that take turns."""
     results: str
-    """"chain" or "straight"."""
+    """"chain", "straight" or, where the tile kernel decides (ops.py), "auto"."""
     head_degree: int
     """Neighbouring ranks that exchange heads for tokens; 1 is a ring of all ranks."""
 
@@ -108,6 +108,7 @@ def make_options(
     per_host: int,
     head_groups: int | str,
     results: str,
+    one_host: bool,
     head_degree: int,
     heads: int,
     kv_heads: int,
@@ -135,6 +136,8 @@ def make_options(
             "check='off' needs Layout objects, e.g. layout=Layout.contiguous(tokens, ring_size): "
             "without a check no rank learns the whole length"
         )
+    if results == "auto" and not (one_host and device_type == "cuda" and per_host == head_degree == 1):
+        results = "chain"
     return Options(
         mask=str(mask or full()),
         layout=_layout_text(layout if layout is not None else "contiguous", "layout"),

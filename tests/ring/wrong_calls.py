@@ -294,7 +294,7 @@ BAD = [
         {"wire_dtype": "bfloat16"},
     ),
     Bad("wire-dtype-integer", ("wire_dtype must be None or one of", "got torch.int8"), {"wire_dtype": torch.int8}),
-    Bad("results", ("results must be one of 'chain', 'straight', got 'home'",), {"results": "home"}),
+    Bad("results", ("results must be one of 'auto', 'chain', 'straight', got 'home'",), {"results": "home"}),
     Bad("softcap", ("softcap=30.0 is refused: a cap on the scores is not implemented",), {"softcap": 30.0}),
     Bad("dropout-p", ("dropout_p=0.1 is refused: dropout on the weights is not implemented",), {"dropout_p": 0.1}),
     Bad("dropout", ("dropout=0.5 is refused: dropout on the weights is not implemented",), {"dropout": 0.5}),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from burst_attention.engine import run_phase
+from burst_attention.lanes import Lanes
 from burst_attention.topology import DoubleRing
 
 
@@ -24,7 +25,8 @@ def test_a_failure_is_told_with_the_round_it_is_in(fails: tuple[str, int], where
 
     ring = SimpleNamespace(fail=lambda place, error: told.append(place))
     plan = SimpleNamespace(phase="forward", topology=DoubleRing(3))
-    run: Any = SimpleNamespace(rounds=(0, 1, 2), ring=ring, plan=plan, begin=act("begin"), end=act("end"))
+    parts = {"begin": act("begin"), "end": act("end"), "lanes": Lanes()}
+    run: Any = SimpleNamespace(rounds=(0, 1, 2), ring=ring, plan=plan, **parts)
     with pytest.raises(ValueError, match="no"):
         run_phase([run])
     assert told == [f"forward round {where}"]
@@ -53,7 +55,7 @@ def test_groups_of_heads_change_places_after_a_round_or_after_a_turn_of_a_host(
 
         plan = SimpleNamespace(phase="backward", topology=DoubleRing(3 * per_host, per_host))
         begin = lambda index: done.append(f"{name}{index}")  # noqa: E731
-        return SimpleNamespace(rounds=range(rounds), ring=None, plan=plan, begin=begin, end=end)
+        return SimpleNamespace(rounds=range(rounds), ring=None, plan=plan, begin=begin, end=end, lanes=Lanes())
 
     run_phase([group("a"), group("b")])
     assert done == order.split()

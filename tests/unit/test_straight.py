@@ -55,7 +55,7 @@ def test_the_proof_of_memory_sees_a_buffer_that_is_written_too_early() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"results": "home"}, "results must be one of 'chain', 'straight', got 'home'"),
+        ({"results": "home"}, "results must be one of 'auto', 'chain', 'straight', got 'home'"),
         ({"results": "straight", "ranks_per_host": 2}, "results='straight' needs a flat ring"),
     ],
 )

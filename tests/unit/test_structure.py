@@ -16,11 +16,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import those of earlier lines, and its neighbours within one package.
 LAYERS = [
-    {"version", "geometry", "kept"},
+    {"version", "geometry", "kept", "lanes"},
     {"mask", "topology", "merge", "reference"},
     {"layout"},
     {"schedule"},
     {"options", "tiles", "ring"},
+    {"work"},
     {"agreement", "engine", "logits", "rendezvous"},
     {"ops", "loss"},
     {"heads_ops"},

@@ -256,11 +256,11 @@ def test_a_plan_counts_the_workspace_of_who_would_compute_on_this_gpu(monkeypatc
         made = plan(8 * 8192, 8, heads=2, head_dim=128, mask=causal(), layout="zigzag", device="cuda", **options)
         return max(map(made.peak_bytes, range(8)))
 
+    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: False)
     vendors, ours = planned(), planned(kernel="triton")
     assert ours < 0.7 * vendors
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: False)
     monkeypatch.setattr("burst_attention.tiles.cuda.has_async_add", lambda: True)
     monkeypatch.setattr("burst_attention.tiles.cuda.active_flash", lambda: "FA2")
     assert planned() == ours, "cuDNN's forward holds less than our backward"

@@ -5,7 +5,7 @@ policy.py chooses; pieces that it gives to our own kernel go in one launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 
 import torch
@@ -43,6 +43,9 @@ class CudaKernel(DeferringKernel):
             names = {name for found in chosen for name in (found if "triton" not in found else {"triton"})}
         kernels = [self.vendors.get(name) or self.triton for name in names]
         return max(kernel.workspace_bytes(phase, step, visiting) for kernel in kernels)
+
+    def facts(self, device: torch.device | None = None) -> tuple[Hashable, ...]:
+        return facts(device)
 
     def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
         """Where our own kernel computes none of the pieces: that one adds to what is there."""
@@ -85,18 +88,30 @@ def rectangle_and_triangle(piece: Piece) -> list[Piece]:
     ]
 
 
+def facts(device: torch.device | None) -> tuple[tuple[int, int], str, bool, bool]:
+    """A chip's capability, who is under torch's flash operator, and two that `Case` explains.
+
+    Where there is no GPU, as on a laptop that plans: those of Hopper with FlashAttention-4.
+    """
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if not torch.cuda.is_available():
+        return (9, 0), "FA4", deterministic, True
+    capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+    return capability, active_flash(), deterministic, has_gluon() and has_async_add()
+
+
 def chosen_for(
     phase: str, piece: Piece, dims: tuple[int, int], dtype: torch.dtype, device: torch.device | None, scale: float
 ) -> dict[Piece, str]:
     """Who computes a piece's parts on a device, or on the current one; `dims` are those of heads, and of values."""
-    capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+    capability, flash, deterministic, gluon = facts(device)
     chosen = {}
     for part in rectangle_and_triangle(piece):
         square = part.is_causal and part.q_count == part.k_count
         kind = "full" if part.is_full else "causal" if square else "masked"
         case = Case(
-            phase, kind, part.q_count, part.k_count, dims[0], dims[1], dtype, capability, active_flash(), scale,
-            torch.are_deterministic_algorithms_enabled(), has_gluon() and has_async_add(),
+            phase, kind, part.q_count, part.k_count, dims[0], dims[1], dtype, capability, flash, scale,
+            deterministic, gluon,
         )  # fmt: skip
         chosen[part] = choose(case).name
     return chosen

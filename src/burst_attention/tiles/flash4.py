@@ -161,6 +161,8 @@ class QuerySums:
         rounded = -(-q.shape[2] // self.config.m_block_size) * self.config.m_block_size
         self.lse, self.delta = padded_statistics(lse, delta, rounded, per_key)
         self.sums = torch.zeros(*self.lse.shape[:2], rounded * q.shape[3], dtype=torch.float32, device=q.device)
+        # Rounds that take turns on streams add to them at the same time, once they are cleared.
+        self.cleared = torch.cuda.current_stream(q.device).record_event() if q.is_cuda else None
 
     def add(
         self, dout: Tensor, k: Tensor, v: Tensor, places: Sequence[Tensor | None]
@@ -169,6 +171,8 @@ class QuerySums:
 
         Where there is a place for all of dk, or of dv, it is written there.
         """
+        if self.cleared is not None:
+            torch.cuda.current_stream(self.q.device).wait_event(self.cleared)
         q, dout = (_queries(x, self.per_key) for x in (self.q, dout))
         k, v = (_keys(x, self.per_key) for x in (k, v))
         dk, dv = (

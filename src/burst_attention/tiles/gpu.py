@@ -36,7 +36,8 @@ def settle(state: State) -> None:
     if state.deferred is None:
         return
     if state.deferred.untouched or state.deferred.partials:
-        merge_partials(state, state.deferred.partials, load=not state.deferred.untouched)
+        with state.deferred.alone():
+            merge_partials(state, state.deferred.partials, load=not state.deferred.untouched)
     state.deferred.untouched = False
     state.deferred.partials.clear()
 

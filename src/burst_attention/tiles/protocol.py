@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, G key heads, S query rows, K key rows, D head di
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol, TypeVar, cast
@@ -70,6 +71,8 @@ class Accumulator:
         self._growing: dict[tuple[Hashable, int], GrowingPart] = {}
         self._placed: list[tuple[int, int]] = []
         self._borrows = False
+        self.alone: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """What parts are taken in under, where several streams of a GPU make them (lanes.py)."""
 
     def add(self, first: int, part: Tensor, borrowed: bool = False, head: int = 0) -> None:
         """Add to rows from `first` on, and heads from `head` on.
@@ -125,12 +128,13 @@ class Accumulator:
         """Take in what waits and return the tensor, ready to be added to; with `borrowed_only`, where it must be."""
         if borrowed_only and not self._borrows:
             return self.tensor
-        self._take_grown()
-        self._fill_gaps()
-        if self._waiting and self._sum_parts is not None:
-            self._sum_parts(self.tensor, self._waiting, load=not self.untouched)
-        elif self.untouched:
-            self.tensor.zero_()
+        with self.alone():
+            self._take_grown()
+            self._fill_gaps()
+            if self._waiting and self._sum_parts is not None:
+                self._sum_parts(self.tensor, self._waiting, load=not self.untouched)
+            elif self.untouched:
+                self.tensor.zero_()
         self.untouched = self._borrows = False
         self._waiting.clear()
         self._held = 0
@@ -266,6 +270,10 @@ class TileKernel(ABC):
             part = slice(first, first + step)
             delta[:, :, part] = torch.linalg.vecdot(out[:, :, part].to(precise), dout[:, :, part].to(precise))
         return delta if dlse is None else delta - dlse
+
+    def facts(self, device: torch.device | None = None) -> tuple[Hashable, ...]:
+        """What its choices hang on apart from the call: of the chip, and of what is installed and switched on."""
+        return ()
 
     def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
         """Whether gradients of a round come as parts in the dtype of the inputs, which are summed and stored once."""

@@ -1,0 +1,137 @@
+"""What a phase does with pieces and with what arrives: forward keeps states, backward gradients.
+
+Shapes: B batch, H query heads, S local query rows, E value head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor
+
+from burst_attention.geometry import Piece
+from burst_attention.lanes import Lanes
+from burst_attention.merge import MAX_SHARES, State, clear, merge
+from burst_attention.schedule import PhasePlan, Round
+from burst_attention.schedule.bundles import KEY_SIDE, Heads
+from burst_attention.tiles import GRADIENTS, Accumulator, BackwardInputs, Gradients, TileKernel
+
+
+def state_of(fields: Mapping[str, Tensor]) -> State:
+    return State(fields["acc"], fields["peak"], fields["total"])
+
+
+def rounds_alone(kernel: TileKernel, plan: PhasePlan, rounds: Sequence[Round], scale: float) -> bool:
+    """Whether the kernel rounds gradients of these rounds to the dtype that they travel in, and nothing else does."""
+    narrow = all(field.dtype == plan.shapes.dtype for field in plan.results.fields)
+    # Parts of many query heads for one key head are summed a few at a time.
+    narrow &= plan.shapes.heads <= MAX_SHARES * plan.shapes.kv_heads
+    return narrow and all(kernel.gives_parts(plan, step, scale) for step in rounds)
+
+
+class ForwardWork:
+    """How forward computes pieces and merges results: a state at home, and one for visiting queries."""
+
+    def __init__(self, kernel: TileKernel, scale: float, home: State) -> None:
+        self.kernel, self.scale, self.home = kernel, scale, home
+
+    def rounds_alone(self, plan: PhasePlan, rounds: Sequence[Round]) -> bool:
+        """Whether all that is lost by computing in a narrow dtype is lost in the kernel already: not of states."""
+        return False
+
+    def of_heads(self, heads: Heads, key_heads: Heads) -> ForwardWork:
+        """The same work at home for some heads."""
+        return ForwardWork(self.kernel, self.scale, self.home.heads(*heads))
+
+    def compute(
+        self, pieces: tuple[Piece, ...], x: Mapping[str, Tensor], visiting: Collection[str], last: bool = False
+    ) -> None:
+        """Add pieces to home's state, or begin that of queries that are among the visiting tensors."""
+        state = self.home
+        if state.deferred:
+            state.deferred.last = last
+        if "acc" in visiting:
+            state = state_of(x)
+            clear(state)
+        if pieces:
+            self.kernel.forward(pieces, x["q"], x["k"], x["v"], state, self.scale)
+
+    def combine(self, first: int, arrived: Mapping[str, Tensor], at_home: bool, visiting: Mapping[str, Tensor]) -> None:
+        """Merge a partial state that has arrived, from row `first` on."""
+        mine, theirs = self.home if at_home else state_of(visiting), state_of(arrived)
+        if theirs.acc.dtype != mine.acc.dtype:
+            theirs = theirs._replace(acc=theirs.acc.to(mine.acc.dtype).mul_(theirs.total.unsqueeze(-1)))
+        merge(mine.rows(first, first + theirs.acc.shape[2]), theirs)
+
+    @property
+    def lays_aside(self) -> bool:
+        """Whether partials at home wait."""
+        return self.home.deferred is not None
+
+    def take_in_alone(self, lanes: Lanes) -> None:
+        """Partials at home come from several lanes."""
+        if self.home.deferred:
+            self.home.deferred.alone = lanes.alone
+
+    def settle_visiting(self) -> None:
+        """Nothing waits: states that travel are merged at once."""
+
+    def settle_home(self) -> None:
+        """Nothing waits here either, where states travel."""
+
+
+class BackwardWork:
+    """How backward computes pieces and adds results: gradients grow at home; visiting ones are begun every round."""
+
+    def __init__(self, kernel: TileKernel, scale: float, home: Mapping[str, Accumulator]) -> None:
+        self.kernel, self.scale, self.home = kernel, scale, home
+        self.visiting: dict[str, Accumulator] = {}
+
+    def rounds_alone(self, plan: PhasePlan, rounds: Sequence[Round]) -> bool:
+        """Whether all that is lost by computing in the inputs' dtype is lost in the kernel already."""
+        return rounds_alone(self.kernel, plan, [step for step in rounds if step.row_count], self.scale)
+
+    def of_heads(self, heads: Heads, key_heads: Heads) -> BackwardWork:
+        """The same work at home for some heads."""
+        parts = {name: total.heads(*(key_heads if name in KEY_SIDE else heads)) for name, total in self.home.items()}
+        return BackwardWork(self.kernel, self.scale, parts)
+
+    def compute(
+        self, pieces: tuple[Piece, ...], x: Mapping[str, Tensor], visiting: Collection[str], last: bool = False
+    ) -> None:
+        """Add pieces to home's gradients and, for visiting tensors, to new ones."""
+        inputs = BackwardInputs(x["dout"], x["q"], x["k"], x["v"], x["lse"], x["delta"], x.get("out"))
+        begun = (name for name in GRADIENTS if name in visiting)
+        self.visiting = {name: Accumulator(x[name], self.kernel.sum_parts) for name in begun}
+        here = {**self.home, **self.visiting}
+        if not pieces:
+            return
+        self.kernel.backward(pieces, inputs, Gradients(*(here.get(name) for name in GRADIENTS)), self.scale)
+
+    def combine(self, first: int, arrived: Mapping[str, Tensor], at_home: bool, visiting: Mapping[str, Tensor]) -> None:
+        """Add gradients that have arrived, from row `first` on."""
+        for name, part in arrived.items():
+            (self.home if at_home else self.visiting)[name].add(first, part, borrowed=True)
+
+    @property
+    def lays_aside(self) -> bool:
+        """Whether parts of gradients at home wait."""
+        return all(total.waits for total in self.home.values())
+
+    def take_in_alone(self, lanes: Lanes) -> None:
+        """Parts of gradients at home come from several lanes."""
+        for total in self.home.values():
+            total.alone = lanes.alone
+
+    def settle_visiting(self) -> None:
+        """Take in what waits for visitors."""
+        for total in self.visiting.values():
+            total.settle()
+
+    def settle_home(self) -> None:
+        """Take in what waits in buffers that the next round uses again."""
+        for total in self.home.values():
+            total.settle(borrowed_only=True)
+
+
+Work = ForwardWork | BackwardWork
