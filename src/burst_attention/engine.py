@@ -214,7 +214,7 @@ class PhaseRun:
             offset = 0
             for first, last in rows:
                 part = view[:, :, offset : offset + last - first]
-                self.work.kernel.copy(part, self.home[name][:, :, first:last])
+                self.work.kernel.copy(part, self.home[name][:, :, first:last], beside=bool(self.lanes.streams))
                 offset += last - first
         return rows
 

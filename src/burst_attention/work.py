@@ -6,6 +6,7 @@ Shapes: B batch, H query heads, S local query rows, E value head dim.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -86,6 +87,7 @@ class BackwardWork:
     def __init__(self, kernel: TileKernel, scale: float, home: Mapping[str, Accumulator]) -> None:
         self.kernel, self.scale, self.home = kernel, scale, home
         self.visiting: dict[str, Accumulator] = {}
+        self.sum_visiting = kernel.sum_parts
 
     def rounds_alone(self, plan: PhasePlan, rounds: Sequence[Round]) -> bool:
         """Whether all that is lost by computing in the inputs' dtype is lost in the kernel already."""
@@ -102,7 +104,7 @@ class BackwardWork:
         """Add pieces to home's gradients and, for visiting tensors, to new ones."""
         inputs = BackwardInputs(x["dout"], x["q"], x["k"], x["v"], x["lse"], x["delta"], x.get("out"))
         begun = (name for name in GRADIENTS if name in visiting)
-        self.visiting = {name: Accumulator(x[name], self.kernel.sum_parts) for name in begun}
+        self.visiting = {name: Accumulator(x[name], self.sum_visiting) for name in begun}
         here = {**self.home, **self.visiting}
         if not pieces:
             return
@@ -119,9 +121,11 @@ class BackwardWork:
         return all(total.waits for total in self.home.values())
 
     def take_in_alone(self, lanes: Lanes) -> None:
-        """Parts of gradients at home come from several lanes."""
+        """Parts of gradients at home come from several lanes, and visitors' are summed beside the next round."""
         for total in self.home.values():
             total.alone = lanes.alone
+        if lanes.streams and self.kernel.sum_parts is not None:
+            self.sum_visiting = partial(self.kernel.sum_parts, beside=True)
 
     def settle_visiting(self) -> None:
         """Take in what waits for visitors."""

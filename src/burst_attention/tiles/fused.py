@@ -19,21 +19,27 @@ from burst_attention.merge import MAX_PARTIALS, Part, Partial, State
 from burst_attention.tiles.start import start
 from burst_attention.tiles.triton_forward import LN_2, LOG2_E
 
+BESIDE_PROGRAMS = 256
+"""Of a pass over memory beside tiles: with 4 warps each, what some 32 of an H200's 132 cores hold at once."""
 PASS_ROWS = 16
 """Rows of a program. On an H200 five partials merge at 3.5 TB/s so, at 2.7 with 32; sums at 4.1 or 4 (gpu-trials)."""
 
 
 @triton.jit
-def _load_partial(out_ptr, lse_ptr, out_strides, lse_strides, first, count, batch, head, rows, e, E: tl.constexpr):
-    """A partial's rows as (values, lse); lse is -inf for rows that it does not have."""
-    local = rows - first
+def _load_lse(lse_ptr, strides, first, count, batch, head, rows):
+    """A partial's lse; -inf for rows that it does not have."""
+    local = (rows - first).to(tl.int64)
+    at = lse_ptr + batch * strides[0] + head * strides[1] + local * strides[2]
+    return tl.load(at, mask=(local >= 0) & (local < count), other=float("-inf"))
+
+
+@triton.jit
+def _load_values(out_ptr, strides, first, count, batch, head, rows, e, E: tl.constexpr):
+    """A partial's values, and 0 where it has none. They are loaded without a look at lse, which would come first."""
+    local = (rows - first).to(tl.int64)
     inside = (local >= 0) & (local < count)
-    local = local.to(tl.int64)
-    lse_at = lse_ptr + batch * lse_strides[0] + head * lse_strides[1] + local * lse_strides[2]
-    lse = tl.load(lse_at, mask=inside, other=float("-inf"))
-    out_at = out_ptr + batch * out_strides[0] + head * out_strides[1] + local[:, None] * out_strides[2] + e[None, :]
-    out = tl.load(out_at, mask=(inside & (lse != float("-inf")))[:, None] & (e < E)[None, :], other=0.0)
-    return out.to(tl.float32), lse
+    at = out_ptr + batch * strides[0] + head * strides[1] + local[:, None] * strides[2] + e[None, :]
+    return tl.load(at, mask=inside[:, None] & (e < E)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["firsts", "counts", "heads", "row_count"])
@@ -60,17 +66,21 @@ def _merge_kernel(
         peak = tl.full([BLOCK], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
         acc = tl.zeros([BLOCK, PADDED], tl.float32)
+    new_peak = peak
     for index in tl.static_range(COUNT):
-        out, lse = _load_partial(
-            outs[index], lses[index], outs_strides[index], lses_strides[index], firsts[index], counts[index],
-            batch, head, rows, e, E,
-        )  # fmt: skip
-        new_peak = tl.maximum(peak, lse)
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        mine, theirs = tl.exp2((peak - shift) * LOG2_E), tl.exp2((lse - shift) * LOG2_E)
-        acc = acc * mine[:, None] + out * theirs[:, None]
-        total = total * mine + theirs
-        peak = new_peak
+        lse = _load_lse(lses[index], lses_strides[index], firsts[index], counts[index], batch, head, rows)
+        new_peak = tl.maximum(new_peak, lse)
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    mine = tl.exp2((peak - shift) * LOG2_E)
+    acc, total, peak = acc * mine[:, None], total * mine, new_peak
+    for index in tl.static_range(COUNT):
+        out = _load_values(outs[index], outs_strides[index], firsts[index], counts[index], batch, head, rows, e, E)
+        lse = _load_lse(lses[index], lses_strides[index], firsts[index], counts[index], batch, head, rows)
+        # What a kernel leaves in rows without keys is not even a number.
+        out = tl.where((lse == float("-inf"))[:, None], 0.0, out)
+        theirs = tl.exp2((lse - shift) * LOG2_E)
+        acc += out * theirs[:, None]
+        total += theirs
     if FINISH:
         some = total > 0
         total = tl.where(some, total, 1.0)
@@ -141,15 +151,15 @@ def stand_in_for_out(dout: Tensor, delta: Tensor) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["firsts", "counts", "first_heads", "head_counts", "heads", "row_count"])
-def _sum_kernel(
+@triton.jit
+def _sum_block(
     target_ptr, parts, target_strides, parts_strides, firsts, counts, first_heads, head_counts, out_ptr, out_strides,
-    heads, row_count,
+    heads, row_count, block, pair,
     BLOCK: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, LOAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row blocks, B * H)."""
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """One block of rows of one of B * H heads."""
+    batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
+    rows = block * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, PADDED)
     at = rows.to(tl.int64)
     mask = (rows < row_count)[:, None] & (d < D)[None, :]
@@ -169,26 +179,54 @@ def _sum_kernel(
     tl.store(out_ptr + out_at, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def sum_parts(target: Tensor, parts: Sequence[Part], load: bool, out: Tensor | None = None) -> None:
+@triton.jit(
+    do_not_specialize=["firsts", "counts", "first_heads", "head_counts", "heads", "row_count", "blocks", "pairs"]
+)
+def _sum_kernel(
+    target_ptr, parts, target_strides, parts_strides, firsts, counts, first_heads, head_counts, out_ptr, out_strides,
+    heads, row_count, blocks, pairs,
+    BLOCK: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, LOAD: tl.constexpr,
+    TURNS: tl.constexpr,
+):  # fmt: skip
+    """Grid (row blocks, B * H); with TURNS as many programs as one likes, which take the blocks in turn."""
+    if TURNS:
+        for index in range(tl.program_id(0), blocks * pairs, tl.num_programs(0)):
+            _sum_block(
+                target_ptr, parts, target_strides, parts_strides, firsts, counts, first_heads, head_counts, out_ptr,
+                out_strides, heads, row_count, index % blocks, index // blocks, BLOCK, D, PADDED, COUNT, LOAD,
+            )  # fmt: skip
+    else:
+        _sum_block(
+            target_ptr, parts, target_strides, parts_strides, firsts, counts, first_heads, head_counts, out_ptr,
+            out_strides, heads, row_count, tl.program_id(0), tl.program_id(1), BLOCK, D, PADDED, COUNT, LOAD,
+        )  # fmt: skip
+
+
+def sum_parts(
+    target: Tensor, parts: Sequence[Part], load: bool, out: Tensor | None = None, beside: bool = False
+) -> None:
     """Add parts, each at its place, to a target that holds nothing yet unless `load`; or write the sum to `out`.
 
-    One pass, whatever the dtypes: (B, H, S, D) all, with columns next to each other.
+    One pass, whatever the dtypes: (B, H, S, D) all, with columns next to each other. Memory is the bound, which a few
+    cores are enough for: with `beside` it leaves the others to what computes at the same time.
     """
     out = target if out is None else out
     batch, heads, rows, dim = target.shape
     firsts, first_heads, tensors = zip(*parts, strict=True)
-    start(_sum_kernel[(triton.cdiv(rows, PASS_ROWS), batch * heads)])(
+    blocks, pairs = triton.cdiv(rows, PASS_ROWS), batch * heads
+    turns = beside and blocks * pairs > BESIDE_PROGRAMS
+    start(_sum_kernel[(BESIDE_PROGRAMS,) if turns else (blocks, pairs)])(
         target, tensors, target.stride()[:3], tuple(part.stride()[:3] for part in tensors),
         firsts, tuple(part.shape[2] for part in tensors), first_heads, tuple(part.shape[1] for part in tensors),
-        out, out.stride()[:3], heads, rows,
-        BLOCK=PASS_ROWS, D=dim, PADDED=triton.next_power_of_2(dim), COUNT=len(parts), LOAD=load,
+        out, out.stride()[:3], heads, rows, blocks, pairs,
+        BLOCK=PASS_ROWS, D=dim, PADDED=triton.next_power_of_2(dim), COUNT=len(parts), LOAD=load, TURNS=turns,
     )  # fmt: skip
 
 
-def copy_on_gpu(target: Tensor, source: Tensor) -> None:
+def copy_on_gpu(target: Tensor, source: Tensor, beside: bool = False) -> None:
     """target.copy_(source) where (B, H, S, D) changes its order in memory, a whole row of D at a time."""
     if source.dim() == 4 and source.stride(-1) == 1 and source.numel():
-        sum_parts(target, [Part(0, 0, source)], load=False)
+        sum_parts(target, [Part(0, 0, source)], load=False, beside=beside)
     else:
         target.copy_(source)
 

@@ -15,8 +15,8 @@ class GpuKernel(TileKernel):
 
     defers = True
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        copy_on_gpu(target, source)
+    def copy(self, target: Tensor, source: Tensor, beside: bool = False) -> None:
+        copy_on_gpu(target, source, beside)
 
     def row_delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
         return fused_delta(out, dout, dlse)
@@ -48,6 +48,10 @@ def finish_deferred(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return state.deferred.finished
     out = torch.empty(state.acc.shape, dtype=dtype, device=state.acc.device)
     lse = torch.empty_like(state.peak)
-    waiting = state.deferred.partials if state.deferred else []
-    merge_partials(state, waiting, load=not (state.deferred and state.deferred.untouched), finished=(out, lse))
+    if state.deferred is None:
+        merge_partials(state, [], load=True, finished=(out, lse))
+        return out, lse
+    with state.deferred.alone():
+        waiting = state.deferred.partials
+        merge_partials(state, waiting, load=not state.deferred.untouched, finished=(out, lse))
     return out, lse

@@ -128,6 +128,8 @@ class Accumulator:
         """Take in what waits and return the tensor, ready to be added to; with `borrowed_only`, where it must be."""
         if borrowed_only and not self._borrows:
             return self.tensor
+        # Kept until others may have their memory, which is when what is alone has ended.
+        grown = list(self._growing.values())
         with self.alone():
             self._take_grown()
             self._fill_gaps()
@@ -135,6 +137,7 @@ class Accumulator:
                 self._sum_parts(self.tensor, self._waiting, load=not self.untouched)
             elif self.untouched:
                 self.tensor.zero_()
+        grown.clear()
         self.untouched = self._borrows = False
         self._waiting.clear()
         self._held = 0
@@ -173,12 +176,16 @@ class Accumulator:
 
     def finish(self, dtype: torch.dtype) -> Tensor:
         """The gradient in the dtype of its input, with what waits added in the same pass."""
-        self._take_grown()
-        self._fill_gaps()
-        if not self._waiting or self._sum_parts is None or self.tensor.dtype == dtype:
-            return self.settle().to(dtype)
-        result = torch.empty_like(self.tensor, dtype=dtype)
-        self._sum_parts(self.tensor, self._waiting, load=not self.untouched, out=result)
+        grown = list(self._growing.values())
+        with self.alone():
+            self._take_grown()
+            self._fill_gaps()
+            if not self._waiting or self._sum_parts is None or self.tensor.dtype == dtype:
+                result = self.settle().to(dtype)
+            else:
+                result = torch.empty_like(self.tensor, dtype=dtype)
+                self._sum_parts(self.tensor, self._waiting, load=not self.untouched, out=result)
+        grown.clear()
         return result
 
     def heads(self, first: int, last: int) -> Accumulator:
@@ -282,8 +289,8 @@ class TileKernel(ABC):
     sum_parts: SumParts | None = None
     """How several parts of a gradient are added in one pass, for kernels that let them wait."""
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy (B, H, S, D) or (B, H, S) into another order of memory."""
+    def copy(self, target: Tensor, source: Tensor, beside: bool = False) -> None:
+        """Copy (B, H, S, D) or (B, H, S) into another order of memory, maybe `beside` something that computes."""
         target.copy_(source)
 
     @abstractmethod
