@@ -148,7 +148,7 @@ class PhaseRun:
         travel are laid out for every round in one place, and groups of heads take turns already.
         """
         plan, kernel, scale = self.plan, self.work.kernel, self.work.scale
-        if self.home["q"].device.type != "cuda" or self.group is not None or plan.operands.statistics:
+        if not self.home["q"].is_cuda or self.group is not None or plan.operands.statistics:
             return False
         alone = not plan.results.fields or (plan.straight and self.sent_as_computed)
         steps = [step for step in self.rounds if step.pieces]

@@ -1,7 +1,6 @@
 """How FlashAttention-4 is started by itself: sums that pieces share, heads as a batch. Its kernels are torch here.
 
-What the real ones do is for tests/gpu/test_flash4.py. The sums of dq lie here with each block's rows in reverse: the
-cast alone may count on their order.
+What the real ones do is for tests/gpu/test_flash4.py.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from burst_attention.geometry import Piece, full_piece
 from burst_attention.reference import allowed_pairs, reference_gradients
 from burst_attention.tiles import Accumulator, BackwardInputs, Gradients
 from burst_attention.tiles.plain import PlainKernel
+from tests.unit.gpu_kernels_in_torch import BLOCK, attend, cast, launch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
@@ -28,46 +28,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 from burst_attention.tiles import flash4
 from burst_attention.tiles.vendor import FlashKernel
-
-BLOCK = 8
-
-
-def in_order(sums: Tensor, dim: int) -> Tensor:
-    """(B, H, rows, D), a copy."""
-    blocks = sums.view(*sums.shape[:2], -1, BLOCK, dim)
-    return blocks.flip(3).flatten(2, 3)
-
-
-def launch(
-    config: Any, triangle: bool, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
-    sums: Tensor, dk: Tensor, dv: Tensor, scale: float,
-) -> None:  # fmt: skip
-    """The kernel on (B, S, H, D): scores in powers of two, dq without its scale."""
-    rows, dim = q.shape[1], q.shape[3]
-    assert lse.shape[2] == delta.shape[2] == sums.shape[2] // dim and lse.shape[2] % BLOCK == 0
-    queries, keys, values, douts = (x.transpose(1, 2).float() for x in (q, k, v, dout))
-    weights = torch.exp2(queries @ keys.transpose(2, 3) * (scale / math.log(2)) - lse[:, :, :rows, None])
-    weights = weights.tril() if triangle else weights
-    scores = weights * (douts @ values.transpose(2, 3) - delta[:, :, :rows, None])
-    added = torch.zeros(*sums.shape[:2], lse.shape[2], dim)
-    added[:, :, :rows] = scores @ keys
-    sums += in_order(added.flatten(2), dim).flatten(2)
-    dk.copy_((scores.transpose(2, 3) @ queries * scale).transpose(1, 2))
-    dv.copy_((weights.transpose(2, 3) @ douts).transpose(1, 2))
-
-
-def cast(config: Any, sums: Tensor, dq: Tensor, scale: float) -> None:
-    dq.copy_((in_order(sums, dq.shape[3])[:, :, : dq.shape[1]] * scale).transpose(1, 2))
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, triangle: bool, scale: float) -> tuple[Tensor, Tensor]:
-    keys, values = (x.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = q.float() @ keys.transpose(2, 3) * scale
-    if triangle:
-        scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -math.inf)
-    lse = scores.logsumexp(-1)
-    return ((scores - lse[..., None]).exp() @ values).to(q.dtype), lse
-
 
 MADE: dict[int, list[int]] = {}
 """Numbers in the sums that each thread has made."""
