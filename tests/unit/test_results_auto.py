@@ -1,0 +1,150 @@
+"""results="auto": where gradients of keys go straight home in the dtype of the inputs, and where they do not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from typing import Any
+
+import pytest
+import torch
+
+from burst_attention import Ring, burst_attention, causal, full, ops, plan, run_ranks, window
+from burst_attention.options import make_options
+from burst_attention.schedule import PhasePlan, Round, Shapes
+from burst_attention.tiles.plain import PlainKernel
+
+SHARD, RANKS = 2048, 4
+"""Vendors' kernels serve halves of it."""
+
+
+@pytest.fixture(autouse=True)
+def not_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests ask for deterministic algorithms, which our own kernels serve."""
+    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: False)
+
+
+def backward(**changes: Any) -> PhasePlan:
+    """Of a ring on one host of GPUs with FlashAttention-4, which is what is planned for where there is no GPU."""
+    options: dict[str, Any] = {
+        "tokens": SHARD * RANKS, "ring_size": RANKS, "heads": 8, "head_dim": 128, "mask": causal(), "layout": "zigzag",
+        "device": "cuda",
+    }  # fmt: skip
+    found: PhasePlan = plan(**options | changes).phase("backward")
+    return found
+
+
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(128, 8), (128, 2), (80, 8)])
+@pytest.mark.parametrize(("mask", "layout"), [(causal(), "zigzag"), (full(), "contiguous")], ids=str)
+def test_gradients_of_keys_go_straight_home_as_the_kernel_gives_them(
+    mask: Any, layout: str, head_dim: int, kv_heads: int
+) -> None:
+    options: dict[str, Any] = {"mask": mask, "layout": layout, "head_dim": head_dim, "kv_heads": kv_heads}
+    found = backward(**options)
+    assert found.straight and found.direction == "kv"
+    assert {(field.name, field.dtype) for field in found.results.fields} == {
+        ("dk", torch.bfloat16),
+        ("dv", torch.bfloat16),
+    }
+    chain = backward(**options, results="chain")
+    assert not chain.straight and found.total_bytes <= chain.total_bytes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"results": "chain"},
+        {"direction": "query"},
+        {"wire_dtype": torch.float32},
+        {"device": "cpu"},
+        {"ranks_per_host": 2, "coalesce": 1},
+        {"head_degree": 2},
+        {"mask": causal() & window(1000)},
+        {"tokens": SHARD * RANKS - 4},
+        {"dtype": torch.float32},
+        {"head_dim": 20},
+        {"kv_heads": 1},
+        {"kernel": "triton"},
+    ],
+    ids=lambda changes: "-".join(f"{name} {value}" for name, value in changes.items()),
+)
+def test_elsewhere_it_is_a_chain(changes: dict[str, Any]) -> None:
+    """Where it was asked for, where kernels add in fp32, or where a block's gradients cross hosts once, added up."""
+    options = {name: value for name, value in changes.items() if name != "results"}
+    if "head_degree" in changes:
+        made = plan(
+            SHARD * RANKS, RANKS, heads=8, head_dim=128, mask=causal(), layout="zigzag", device="cuda", **changes
+        )
+        assert not any(ring.phase("backward").straight for ring in made.rings)
+        return
+    found = backward(**changes)
+    assert not found.straight
+    assert found == backward(**options, results="chain")
+
+
+def test_deterministic_gradients_are_our_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: True)
+    assert not backward().straight
+
+
+class Tiles(PlainKernel):
+    """Gives parts, and chooses by what it is told of its chip."""
+
+    def __init__(self, chip: str) -> None:
+        self.chip = chip
+
+    def facts(self, device: torch.device | None = None) -> tuple[Hashable, ...]:
+        return (self.chip,)
+
+    def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
+        return self.chip == "new"
+
+
+@pytest.mark.parametrize("check", ["always", "first"])
+@pytest.mark.parametrize(("chips", "straight"), [("new", True), ("old", False), ("mixed", False)])
+def test_ranks_on_chips_that_differ_choose_alike(
+    monkeypatch: pytest.MonkeyPatch, chips: str, straight: bool, check: str
+) -> None:
+    tiles = {"new": Tiles("new"), "old": Tiles("old")}
+
+    def pick(name: str, request: Any) -> Tiles:
+        on_last = threading.current_thread().name == "ring-rank-2"
+        return tiles[chips] if chips != "mixed" else tiles["old" if on_last else "new"]
+
+    monkeypatch.setattr(ops, "pick_kernel", pick)
+    options = make_options(
+        mask=None, layout="contiguous", key_layout=None, scale=None, head_dim=16, direction="auto",
+        forward_direction="auto", wire_dtype=None, kernel="auto", check=check, needs="qkv", returns_lse=False,
+        coalesce=2, per_host=1, head_groups=1, results="auto", one_host=True, head_degree=1, heads=4, kv_heads=4,
+        device_type="cuda",
+    )  # fmt: skip
+    shapes = Shapes(1, 4, 4, 16, 16, torch.float16)
+
+    def body(ring: Ring) -> list[bool]:
+        found = []
+        for _ in range(2):
+            _, made, _ = ops.prepare("backward", shapes, torch.device("cpu"), (8, 8), str(options), ring)
+            found.append(made.phase("backward").straight)  # type: ignore[union-attr]
+        return found
+
+    assert run_ranks(body, 3, timeout=30) == [[straight] * 2] * 3
+
+
+def test_a_rank_that_cannot_have_its_kernel_is_named_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel chooses by is part of the agreement, so it is picked before: a refusal is the agreement's."""
+    pick_kernel = ops.pick_kernel
+
+    def pick(name: str, request: Any) -> Any:
+        if threading.current_thread().name == "ring-rank-1":
+            raise ValueError("no such kernel on this chip")
+        return pick_kernel(name, request)
+
+    monkeypatch.setattr(ops, "pick_kernel", pick)
+
+    def body(ring: Ring) -> str:
+        q = torch.randn(1, 4, 8, 16)
+        with pytest.raises(ValueError, match="no such kernel") as refused:
+            burst_attention(q, q, q, ring=ring)
+        return str(refused.value)
+
+    assert set(run_ranks(body, 3, timeout=30)) == {"rank 1 was called wrongly: no such kernel on this chip"}
