@@ -239,8 +239,8 @@ def plan(  # type: ignore[misc]
     tiles = pick_kernel(kernel, TileRequest(device, dtype, shapes.head_dim, shapes.value_dim, return_lse))
     built = plan_of(options, mask or full(), query_layout, keys_layout, shapes, needs, tiles)
     if isinstance(built, HeadsPlan):
-        return replace(built, rings=tuple(replace(p, workspace=tiles.workspace_bytes) for p in built.rings))
-    return replace(built, workspace=tiles.workspace_bytes)
+        return replace(built, rings=tuple(replace(p, kernel=tiles) for p in built.rings))
+    return replace(built, kernel=tiles)
 
 
 def _inner_ranks(per_host: int, ring_size: int, degree: int) -> int:

@@ -19,7 +19,7 @@ from burst_attention.geometry import Rows, count_rows, row_offset
 from burst_attention.lanes import Lanes
 from burst_attention.merge import normalised
 from burst_attention.ring import Parcel, Pending, Ring, TraceEvent
-from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer, make_bundle
+from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer
 from burst_attention.schedule.bundles import KEY_SIDE
 from burst_attention.schedule.plan import OPERAND, RESULT
 from burst_attention.work import Work, state_of
@@ -124,12 +124,9 @@ class PhaseRun:
         if plan.topology.per_host > 1:
             ring.open_lanes(home["q"].device)
         results = plan.result_slot_rows(ring.rank)
-        precise = make_bundle(plan.results.names, plan.shapes)
-        if plan.straight and work.rounds_alone(plan, self.rounds):
-            # Nothing is added on the way to what the kernel has rounded anyway.
-            precise = plan.results
-        self.sent_as_computed = precise == plan.results
-        self.computing = self._buffer(RESULT, precise, results.computed)
+        computed = plan.computed_results(ring.rank, work.kernel, work.scale)
+        self.sent_as_computed = computed == plan.results
+        self.computing = self._buffer(RESULT, computed, results.computed)
         # Where results travel as they are computed, these change places with it: one round, or a whole turn, later.
         self.sending = self._buffer(RESULT, plan.results, results.computed)
         self.held = self._buffer(RESULT, plan.results, results.held)

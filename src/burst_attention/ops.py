@@ -28,7 +28,7 @@ from burst_attention.ring import Ring, ring_named
 from burst_attention.schedule import HeadsPlan, PhasePlan, Plan, Shapes, build_heads_plan, build_plan
 from burst_attention.schedule.bundles import KEY_SIDE
 from burst_attention.tiles import Accumulator, TileKernel, TileRequest, pick_kernel
-from burst_attention.work import BackwardWork, ForwardWork, Work, rounds_alone
+from burst_attention.work import BackwardWork, ForwardWork, Work
 
 TENSORS = ("q", "k", "v", "out", "lse", "dout")
 """What backward works from: what forward saved, and its output's gradient."""
@@ -259,7 +259,7 @@ def saves_sums(
     if phase is None or other.backward is None or made.forward.results.fields:
         return False
     rounds = [step for steps in phase.rounds for step in steps if step.pieces]
-    parts = phase.topology.size > 1 and rounds_alone(kernel, phase, rounds, scale)
+    parts = phase.topology.size > 1 and phase.rounds_alone(kernel, rounds, scale)
     return parts and phase.total_bytes <= other.backward.total_bytes
 
 

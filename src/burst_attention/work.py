@@ -5,15 +5,14 @@ Shapes: B batch, H query heads, S local query rows, E value head dim.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 
 from torch import Tensor
 
 from burst_attention.geometry import Piece
 from burst_attention.lanes import Lanes
-from burst_attention.merge import MAX_SHARES, State, clear, merge
-from burst_attention.schedule import PhasePlan, Round
+from burst_attention.merge import State, clear, merge
 from burst_attention.schedule.bundles import KEY_SIDE, Heads
 from burst_attention.tiles import GRADIENTS, Accumulator, BackwardInputs, Gradients, TileKernel
 
@@ -22,23 +21,11 @@ def state_of(fields: Mapping[str, Tensor]) -> State:
     return State(fields["acc"], fields["peak"], fields["total"])
 
 
-def rounds_alone(kernel: TileKernel, plan: PhasePlan, rounds: Sequence[Round], scale: float) -> bool:
-    """Whether the kernel rounds gradients of these rounds to the dtype that they travel in, and nothing else does."""
-    narrow = all(field.dtype == plan.shapes.dtype for field in plan.results.fields)
-    # Parts of many query heads for one key head are summed a few at a time.
-    narrow &= plan.shapes.heads <= MAX_SHARES * plan.shapes.kv_heads
-    return narrow and all(kernel.gives_parts(plan, step, scale) for step in rounds)
-
-
 class ForwardWork:
     """How forward computes pieces and merges results: a state at home, and one for visiting queries."""
 
     def __init__(self, kernel: TileKernel, scale: float, home: State) -> None:
         self.kernel, self.scale, self.home = kernel, scale, home
-
-    def rounds_alone(self, plan: PhasePlan, rounds: Sequence[Round]) -> bool:
-        """Whether all that is lost by computing in a narrow dtype is lost in the kernel already: not of states."""
-        return False
 
     def of_heads(self, heads: Heads, key_heads: Heads) -> ForwardWork:
         """The same work at home for some heads."""
@@ -88,10 +75,6 @@ class BackwardWork:
         self.kernel, self.scale, self.home = kernel, scale, home
         self.visiting: dict[str, Accumulator] = {}
         self.sum_visiting = kernel.sum_parts
-
-    def rounds_alone(self, plan: PhasePlan, rounds: Sequence[Round]) -> bool:
-        """Whether all that is lost by computing in the inputs' dtype is lost in the kernel already."""
-        return rounds_alone(self.kernel, plan, [step for step in rounds if step.row_count], self.scale)
 
     def of_heads(self, heads: Heads, key_heads: Heads) -> BackwardWork:
         """The same work at home for some heads."""

@@ -69,6 +69,9 @@ class Block:
     alive: StorageWeakRef
     owner: Stream | None
     """None where it was allocated before anything was written down."""
+    holder: str
+    """The thread that has allocated it."""
+    nbytes: int
     accesses: list[Access] = field(default_factory=list)
 
 
@@ -82,6 +85,9 @@ class Machine:
         self._pool = [Stream(self, number) for number in range(pool)]
         self._given = 0
         self.local = threading.local()
+        self._held: dict[str, int] = {}
+        self.peaks: dict[str, int] = {}
+        """The most bytes that each thread has held at once, of what was allocated since this began."""
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -110,6 +116,8 @@ class Machine:
     def look_at_freed(self) -> None:
         for key in [key for key, block in self._blocks.items() if block.alive.expired()]:
             block = self._blocks.pop(key)
+            if block.owner is not None:
+                self._hold(block.holder, -block.nbytes)
             for access in block.accesses:
                 if block.owner is not None and not block.owner.comes_after(access):
                     owner = block.owner.cuda_stream
@@ -128,7 +136,16 @@ class Machine:
 
     def _block(self, tensor: Tensor, owner: Stream | None) -> Block:
         storage = tensor.untyped_storage()
-        return self._blocks.setdefault(storage._cdata, Block(StorageWeakRef(storage), owner))
+        if storage._cdata not in self._blocks:
+            name = threading.current_thread().name
+            self._blocks[storage._cdata] = Block(StorageWeakRef(storage), owner, name, storage.nbytes())
+            if owner is not None:
+                self._hold(name, storage.nbytes())
+        return self._blocks[storage._cdata]
+
+    def _hold(self, name: str, nbytes: int) -> None:
+        self._held[name] = self._held.get(name, 0) + nbytes
+        self.peaks[name] = max(self.peaks.get(name, 0), self._held[name])
 
     def _access(self, stream: Stream, kind: str, tensor: Tensor, number: int, name: str) -> None:
         if not tensor.numel():

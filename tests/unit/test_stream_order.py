@@ -8,106 +8,38 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from burst_attention import Layout, Ring, burst_attention, causal, full, ops, run_ranks
+from burst_attention import Layout, Ring, burst_attention, causal, full, run_ranks
 from burst_attention.lanes import Lanes
 from burst_attention.reference import allowed_pairs, reference_gradients
 from burst_attention.ring import threads
-from tests.unit import gpu_kernels_in_torch as in_torch
-from tests.unit.stream_order import Machine, Written
+from tests.unit.stream_order import Machine
 
 pytest.importorskip("triton")
-from burst_attention import lanes as lanes_module
-from burst_attention.tiles import flash4, fused, gpu, vendor
+from burst_attention.tiles import flash4, gpu
+from tests.unit import fake_gpu
 
 HEADS, DIM = 4, 16
 
 
-class CudnnInTorch(vendor.CudnnKernel):
-    """Gives partials, and parts of all three gradients; they are computed in torch."""
-
-    machine: Machine
-
-    def attend(self, *given: Any) -> Any:
-        return self.machine.kernel(in_torch.attend, lambda made, *read: {"made": made, "read": read})(*given)
-
-    def gradients(self, *given: Any) -> Any:
-        return self.machine.kernel(in_torch.gradients, lambda made, *read: {"made": made, "read": read})(*given)
-
-
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Machine:
-    """A GPU that is not there; its pool has as many streams as the test asks for."""
-    made = Machine(pool=getattr(request, "param", 100))
-    monkeypatch.setattr(torch.cuda, "current_stream", made.current)
-    monkeypatch.setattr(torch.cuda, "Stream", made.stream)
-    monkeypatch.setattr(torch.cuda, "stream", made.on)
-    monkeypatch.setattr(threads, "_rank_streams", lambda size: [made.stream() for _ in range(size)])
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(lanes_module, "_lanes", {})
-    # After the ranks have ended their caller, who is nobody here, waits for them.
-    made.local.stream = made.stream()
-    for name in ("run_forward", "run_backward"):
-        monkeypatch.setattr(ops, name, written_down(made, getattr(ops, name)))
-    replace_kernels(monkeypatch, made)
-    return made
-
-
-def written_down(machine: Machine, phase: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*given: Any) -> Any:
-        with Written(machine):
-            return phase(*given)
-
-    return run
-
-
-def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
-    """Every launch as one thing on a stream."""
-
-    def adds_to_sums(_: Any, config: Any, triangle: bool, *given: Any) -> dict[str, Any]:
-        *read, sums, dk, dv, _scale = given
-        return {"read": read, "add": sums, "write": (dk, dv)}
-
-    def merges(_: Any, state: Any, partials: Any, load: bool, finished: Any = None) -> dict[str, Any]:
-        kept = state[:3]
-        return {"read": (list(partials), kept if load else ()), "write": finished or kept}
-
-    def sums(_: Any, target: Any, parts: Any, load: bool, out: Any = None, beside: bool = False) -> dict[str, Any]:
-        return {"read": (list(parts), target if load else ()), "write": target if out is None else out}
-
-    def makes(made: Any, *read: Any) -> dict[str, Any]:
-        return {"made": made, "read": read}
-
-    def replace(fn: Callable[..., Any], touches: Callable[..., Any], *places: tuple[Any, str]) -> None:
-        launch = machine.kernel(fn, touches)
-        for owner, name in places:
-            monkeypatch.setattr(owner, name, staticmethod(launch) if isinstance(owner, type) else launch)
-
-    replace(in_torch.launch, adds_to_sums, (flash4, "_launch"))
-    replace(in_torch.cast, lambda _, config, sums, dq, scale: {"read": sums, "write": dq}, (flash4, "_cast"))
-    replace(in_torch.attend, makes, (flash4, "attend"))
-    replace(in_torch.padded_statistics, makes, (flash4, "padded_statistics"))
-    replace(in_torch.merge_partials, merges, (gpu, "merge_partials"), (vendor, "merge_partials"))
-    replace(in_torch.sum_parts, sums, (fused, "sum_parts"), (gpu.DeferringKernel, "sum_parts"))
-    replace(in_torch.fused_delta, makes, (gpu, "fused_delta"))
-    monkeypatch.setattr(flash4, "_config", lambda dim, triangle: SimpleNamespace(m_block_size=in_torch.BLOCK))
-    monkeypatch.setattr(flash4, "serves", lambda piece, x, scale: True)
-    monkeypatch.setattr(flash4, "serves_forward", lambda q, k, v: True)
-    monkeypatch.setattr(CudnnInTorch, "machine", machine, raising=False)
+    """Its pool has as many streams as the test asks for."""
+    return fake_gpu.pretend_gpu(monkeypatch, getattr(request, "param", 100))
 
 
 class CountedLanes(Lanes):
-    turns_of_all = 0
+    turns_of_all: list[Lanes] = []  # noqa: RUF012
 
     @contextlib.contextmanager
     def turn(self, ready: Any) -> Iterator[None]:
-        CountedLanes.turns_of_all += bool(self.streams)
+        if self.streams:
+            CountedLanes.turns_of_all.append(self)
         with super().turn(ready):
             yield
 
@@ -116,10 +48,9 @@ def run(
     monkeypatch: pytest.MonkeyPatch, machine: Machine, kernel: str, ranks: int, mask_name: str, kv_heads: int
 ) -> int:
     """Two calls on each rank, the second in memory of the first; returns how many rounds went to lanes."""
-    tiles = {"FA4": vendor.FlashKernel, "cuDNN": CudnnInTorch}[kernel]()
-    monkeypatch.setattr(ops, "pick_kernel", lambda name, request: tiles)
+    fake_gpu.use_kernel(monkeypatch, kernel)
     monkeypatch.setattr("burst_attention.engine.Lanes", CountedLanes)
-    CountedLanes.turns_of_all = 0
+    CountedLanes.turns_of_all.clear()
     tokens, mask = 16 * ranks, causal() if mask_name == "causal" else full()
     layout, generator = Layout.zigzag(tokens, ranks), torch.Generator().manual_seed(0)
     heads = HEADS, kv_heads, kv_heads, HEADS
@@ -141,7 +72,7 @@ def run(
         assert (whole - right).norm() < 3e-3 * right.norm(), name
     gc.collect()
     machine.look_at_freed()
-    return CountedLanes.turns_of_all
+    return len(CountedLanes.turns_of_all)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ ranks; with two blocks, and with what vendors' kernels let wait, they are the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from burst_attention.schedule.bundles import KEY_SIDE, make_bundle
-from burst_attention.schedule.plan import PhasePlan, Plan, Round
+from burst_attention.schedule.plan import PhasePlan, Plan, TileCosts
 
 COPIES = {
     "forward": {"query": ("q",), "kv": ("k", "v")},
@@ -19,33 +18,36 @@ COPIES = {
 }
 """What is copied where the plan counts a side's rows in another order than the shard has them."""
 
-Workspace = Callable[[PhasePlan, Round, bool], int]
-"""Bytes that a kernel allocates for itself in a round; the flag says whether the moving side is visiting."""
+ANY_SCALE = 1.0
+"""Of scores: kernels ask only whether it is positive."""
 
 
-def peak_bytes(plan: Plan, rank: int, workspace: Workspace) -> int:
+def peak_bytes(plan: Plan, rank: int) -> int:
     """The larger of the two phases. Backward also holds what forward kept for it: out and lse."""
-    forward = accumulator_bytes(plan, rank, "forward") + phase_bytes(plan.forward, rank, workspace, plan.groups)
+    forward = accumulator_bytes(plan, rank, "forward") + phase_bytes(plan.forward, rank, plan.kernel, plan.groups)
     if plan.backward is None:
         return forward
     kept = _row_bytes(plan.forward, ("out", "lse"), rank, plan)
-    backward = accumulator_bytes(plan, rank, "backward") + phase_bytes(plan.backward, rank, workspace, plan.groups)
+    backward = accumulator_bytes(plan, rank, "backward") + phase_bytes(plan.backward, rank, plan.kernel, plan.groups)
     return max(forward, kept + backward)
 
 
-def phase_bytes(phase: PhasePlan, rank: int, workspace: Workspace, groups: int) -> int:
+def phase_bytes(phase: PhasePlan, rank: int, kernel: TileCosts | None, groups: int) -> int:
     """Travelling buffers of all groups of heads and the largest workspace of one."""
     operands = sum(phase.slot_rows(rank)) * phase.operands.row_bytes
     operands += max(phase.slot_rows(rank)) * sum(field.row_bytes for field in phase.operands.statistics)
     rows = phase.result_slot_rows(rank)
     precise = make_bundle(phase.results.names, phase.shapes)
-    results = rows.computed * precise.row_bytes
+    computed = phase.computed_results(rank, kernel, ANY_SCALE) if kernel else precise
+    results = rows.computed * computed.row_bytes
     arrived = phase.arrival_slots * rows.received + rows.received_long
     results += (rows.computed + rows.held + arrived) * phase.results.row_bytes
     work = (
-        workspace(replace(phase, shapes=phase.shapes.of_heads(step.heads)), step, step.row_count > 0)
+        kernel.workspace_bytes(
+            replace(phase, shapes=phase.shapes.of_heads(step.heads)), step, computed if step.row_count else None
+        )
         for step in phase.rounds[rank]
-        if step.pieces
+        if step.pieces and kernel
     )
     return groups * (operands + results) + max(work, default=0)
 

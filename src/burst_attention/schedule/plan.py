@@ -12,17 +12,18 @@ where results travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from burst_attention.geometry import Packed, Piece, Rows, count_rows, join_pieces, moved_rows, row_offset, unite_rows
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask
-from burst_attention.schedule.bundles import Bundle, Heads, Shapes
+from burst_attention.merge import MAX_SHARES
+from burst_attention.schedule.bundles import Bundle, Heads, Shapes, make_bundle
 from burst_attention.topology import BETWEEN, DoubleRing
 
 OPERAND = "operand"
@@ -142,6 +143,16 @@ def packed_pieces(visits: tuple[Visit, ...], direction: str) -> tuple[Piece, ...
     return join_pieces(packed) if start else tuple(packed)
 
 
+class TileCosts(Protocol):
+    """What a plan asks of the kernel that runs it."""
+
+    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
+        """Bytes that it allocates for itself in a round; `visiting` is what results of visitors are computed in."""
+
+    def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
+        """Whether gradients of a round come as parts in the dtype of the inputs."""
+
+
 @dataclass(frozen=True)
 class PhasePlan:
     """One phase, forward or backward, with one side moving: the rounds of every rank."""
@@ -168,6 +179,20 @@ class PhasePlan:
     def arrival_slot(self, index: int) -> int:
         """The one of these for results that are posted in a round; the first are in round 2."""
         return (index - 2) % self.arrival_slots
+
+    def rounds_alone(self, kernel: TileCosts, rounds: Iterable[Round], scale: float) -> bool:
+        """Whether the kernel rounds gradients of these rounds to the dtype they travel in, and nothing else does."""
+        narrow = self.straight and all(field.dtype == self.shapes.dtype for field in self.results.fields)
+        # Parts of many query heads for one key head are summed a few at a time; states are no parts.
+        narrow &= self.phase == "backward" and self.shapes.heads <= MAX_SHARES * self.shapes.kv_heads
+        return narrow and all(kernel.gives_parts(self, step, scale) for step in rounds)
+
+    def computed_results(self, rank: int, kernel: TileCosts, scale: float) -> Bundle:
+        """What a rank computes results in: precisely, or as they travel where nothing is lost by it."""
+        visits = (step for step in self.rounds[rank] if step.row_count)
+        if self.rounds_alone(kernel, visits, scale):
+            return self.results
+        return make_bundle(self.results.names, self.shapes)
 
     def row_bytes(self, channel: str) -> int:
         return (self.operands if channel == OPERAND else self.results).row_bytes
@@ -269,8 +294,8 @@ class Plan:
     key_layout: Layout
     forward: PhasePlan
     backward: PhasePlan | None
-    workspace: Callable[[PhasePlan, Round, bool], int] | None = None
-    """Bytes that the kernel allocates for itself in a round, visiting or at home; `plan()` fills it in."""
+    kernel: TileCosts | None = None
+    """Whose memory counts too; `plan()` fills it in."""
     groups: int = 1
     """Groups of heads that take turns; each phase is the plan of one of them."""
 
@@ -314,7 +339,7 @@ class Plan:
         """Most bytes that a call holds at once beyond the caller's q, k, v and dout: outputs, buffers and workspace."""
         from burst_attention.schedule.memory import peak_bytes
 
-        return peak_bytes(self, self._require_rank(rank), self.workspace or (lambda phase, step, visiting: 0))
+        return peak_bytes(self, self._require_rank(rank))
 
     def _require_rank(self, rank: int) -> int:
         if not 0 <= rank < self.layout.ring_size:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from burst_attention.geometry import Piece
 from burst_attention.merge import State, merge_partial
-from burst_attention.schedule import PhasePlan, Round, Shapes
+from burst_attention.schedule import Bundle, PhasePlan, Round, Shapes
 from burst_attention.tiles.plain import PlainKernel
 from burst_attention.tiles.protocol import BackwardInputs, Gradients, TileKernel
 from burst_attention.tiles.split import CAUSAL, MASKED, Tile, allowed_block, rows_without_keys, split_piece
@@ -47,7 +47,7 @@ class CpuFlashKernel(TileKernel):
 
     name = "flash"
 
-    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
+    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
         moved = phase.direction if visiting else "nothing"
         if phase.phase == "forward":
             tiles = [tile for piece in step.pieces for tile in split_piece(piece, FORWARD_ROWS, FORWARD_COLS)]

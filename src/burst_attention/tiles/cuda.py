@@ -13,7 +13,7 @@ from torch import Tensor
 
 from burst_attention.geometry import Piece, full_piece
 from burst_attention.merge import State
-from burst_attention.schedule import PhasePlan, Round
+from burst_attention.schedule import Bundle, PhasePlan, Round
 from burst_attention.tiles.gpu import DeferringKernel
 from burst_attention.tiles.hopper import has_async_add, has_gluon
 from burst_attention.tiles.policy import Case, active_flash, choose
@@ -33,7 +33,7 @@ class CudaKernel(DeferringKernel):
         self.vendors = {kernel.name: kernel for kernel in kernels}
         self.triton = TritonKernel()
 
-    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
+    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
         """Of those who would compute the round's pieces on this GPU; where there is none, of FlashAttention."""
         names = {"flash"}
         if torch.cuda.is_available():

@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from burst_attention.geometry import Piece
-from burst_attention.schedule import PhasePlan, Round, Shapes
+from burst_attention.schedule import Bundle, PhasePlan, Round, Shapes
+from burst_attention.schedule.bundles import Heads
 from burst_attention.tiles.fused import padded_statistics
 from burst_attention.tiles.hopper import loadable
 from burst_attention.tiles.policy import active_flash
@@ -96,24 +97,46 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
     return out.transpose(1, 2), lse
 
 
-def workspace_bytes(phase: PhasePlan, step: Round) -> int:
-    """Sums of dq in fp32 with the statistics, what they are cast to, and parts of dk and dv.
+def workspace_bytes(phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
+    """Sums of dq in fp32 with the statistics, what they are cast to, and parts of dk and dv but for those that wait.
 
-    Sums of rectangles stay where queries are at home; of queries that visit they last a round.
+    Where queries are at home, sums of rectangles stay, and are cast when the ring's buffers are gone; parts of home's
+    own keys stay too. Sums of queries that visit last a round. What is written where it is sent from needs no room.
     """
     shapes, size = phase.shapes, phase.shapes.dtype.itemsize
     row = shapes.batch * shapes.heads * shapes.head_dim
+    placed = visiting is not None and all(field.dtype == shapes.dtype for field in visiting.fields)
     triangles = sum(piece.q_count for piece in step.pieces if not piece.is_full)
-    sums = _sum_rows([step]) if phase.direction == "query" else max(map(_sum_rows, phase.rounds))
-    keys = sum(piece.k_count for piece in step.pieces)
+    casts = triangles
+    if phase.direction == "query":
+        sums, keys = _sum_rows([step], step), 0
+        casts += 0 if placed else sums
+    else:
+        before = next(rounds[: step.index] for rounds in phase.rounds if rounds[step.index] == step)
+        sums, keys = _sum_rows((*before, step), step), _home_key_rows(before, step)
+        in_place = placed and shapes.heads == shapes.kv_heads
+        keys += 0 if in_place else sum(piece.k_count for piece in step.pieces)
     statistics = 2 * shapes.batch * shapes.heads * (sums + triangles)
-    return (sums + triangles) * row * (4 + size) + 4 * statistics + 2 * keys * row * size
+    return ((sums + triangles) * 4 + casts * size + 2 * keys * size) * row + 4 * statistics
 
 
-def _sum_rows(rounds: Sequence[Round]) -> int:
-    """Query rows of different rectangles; home's own are of half of the heads each, with sums of their own."""
-    ranges = {(p.q_first, p.q_count, step.heads) for step in rounds for p in step.pieces if p.is_full}
-    return sum(count if heads is None else -(-count // 2) for _, count, heads in ranges)
+def _sum_rows(rounds: Iterable[Round], step: Round) -> int:
+    """Query rows of different rectangles."""
+    ranges = {(p.q_first, p.q_count, other.heads) for other in rounds for p in other.pieces if p.is_full}
+    return sum(_in_heads_of(step, heads, count) for _, count, heads in ranges)
+
+
+def _home_key_rows(rounds: Iterable[Round], step: Round) -> int:
+    """Rows of home's keys that its own queries were computed with."""
+    at_home = (other for other in rounds if not other.row_count)
+    return sum(_in_heads_of(step, other.heads, p.k_count) for other in at_home for p in other.pieces)
+
+
+def _in_heads_of(step: Round, heads: Heads | None, rows: int) -> int:
+    """Rows of some heads, or of all, as rows of a round's heads: home's own work is done in two halves of them."""
+    if (step.heads is None) == (heads is None):
+        return rows
+    return 2 * rows if heads is None else -(-rows // 2)
 
 
 def add_gradients(piece: Piece, x: BackwardInputs, gradients: Gradients, scale: float) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from burst_attention.geometry import Piece
 from burst_attention.merge import State
-from burst_attention.schedule import PhasePlan, Round
+from burst_attention.schedule import Bundle, PhasePlan, Round
 from burst_attention.tiles.protocol import BackwardInputs, Gradients, TileKernel
 from burst_attention.tiles.split import FULL, MAX_BLOCK, Tile, allowed_block, split_piece
 
@@ -29,7 +29,7 @@ class PlainKernel(TileKernel):
 
     name = "plain"
 
-    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
+    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
         shapes, size = phase.shapes, phase.shapes.accumulate_dtype.itemsize
         block = block_size(shapes.batch * shapes.heads)
         rows = min(block, max(p.q_count for p in step.pieces))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from burst_attention.geometry import Piece
 from burst_attention.merge import MAX_PARTS, MAX_SHARES, Part, State, finish
-from burst_attention.schedule import PhasePlan, Round
+from burst_attention.schedule import Bundle, PhasePlan, Round
 
 GRADIENTS = ("dq", "dk", "dv")
 DELTA_ENTRIES = 2**16
@@ -253,8 +253,11 @@ class TileKernel(ABC):
         return True
 
     @abstractmethod
-    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
-        """Bytes that the kernel allocates for itself, at most at once, to compute a round on one device."""
+    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
+        """Bytes that the kernel allocates for itself, at most at once, to compute a round on one device.
+
+        `visiting` is what results of visitors are computed in; None where nobody visits.
+        """
 
     @abstractmethod
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:

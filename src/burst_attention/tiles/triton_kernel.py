@@ -18,7 +18,7 @@ from torch import Tensor
 
 from burst_attention.geometry import Piece, cover_rows
 from burst_attention.merge import State
-from burst_attention.schedule import PhasePlan, Round
+from burst_attention.schedule import Bundle, PhasePlan, Round
 from burst_attention.tiles.block_table import block_table
 from burst_attention.tiles.gpu import GpuKernel, settle
 from burst_attention.tiles.hopper import (
@@ -107,7 +107,7 @@ class TritonKernel(GpuKernel):
 
     name = "triton"
 
-    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
+    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
         """Row statistics of visiting queries, laid out afresh for the kernel for Hopper."""
         if phase.phase == "forward" or not visiting or phase.direction == "kv":
             return 0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from burst_attention.geometry import Piece, moved_rows
 from burst_attention.merge import MAX_PARTIALS, MAX_PARTS, MAX_SHARES, Partial, State
-from burst_attention.schedule import PhasePlan, Round
+from burst_attention.schedule import Bundle, PhasePlan, Round
 from burst_attention.tiles import flash4
 from burst_attention.tiles.fused import merge_partials, stand_in_for_out
 from burst_attention.tiles.gpu import DeferringKernel, settle
@@ -39,7 +39,7 @@ class VendorKernel(DeferringKernel):
     def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
         return True
 
-    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
+    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
         """Partials that wait, or backward's stand-in for out, its gradients before they are added, and its own sums.
 
         Those are of dq in fp32 and, where query heads share a key head, of dk and dv: what FA4 and cuDNN were seen to
@@ -51,7 +51,7 @@ class VendorKernel(DeferringKernel):
         keys = max(piece.k_count for piece in step.pieces) * shapes.batch * shapes.kv_heads
         if phase.phase == "forward":
             return queries * (MAX_PARTIALS * (shapes.value_dim * size + 4))
-        made_up = visiting and phase.direction == "query"
+        made_up = visiting is not None and phase.direction == "query"
         query_side = shapes.head_dim + shapes.value_dim * (made_up + self.copies_out * (1 if made_up else 2))
         inside = queries * shapes.head_dim
         if shapes.kv_heads < shapes.heads:
@@ -122,11 +122,11 @@ class FlashKernel(VendorKernel):
 
     name = "flash"
 
-    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: bool) -> int:
+    def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
         if phase.phase == "forward" or not flash4.serves_backward(phase.shapes):
             return super().workspace_bytes(phase, step, visiting)
         per_key = phase.shapes.heads // phase.shapes.kv_heads
-        return flash4.workspace_bytes(phase, step) + waiting_bytes(phase, per_key, grows=True)
+        return flash4.workspace_bytes(phase, step, visiting) + waiting_bytes(phase, per_key, grows=True)
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         by_itself = [piece for piece in pieces if flash4.serves(piece, x, scale)]

@@ -1,0 +1,96 @@
+"""A GPU that is not there: its streams only count, its kernels are torch, and what they touch is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from burst_attention import lanes, ops
+from burst_attention.ring import threads
+from burst_attention.tiles import flash4, fused, gpu, vendor
+from tests.unit import gpu_kernels_in_torch as in_torch
+from tests.unit.stream_order import Machine, Written
+
+
+class CudnnInTorch(vendor.CudnnKernel):
+    """Gives partials, and parts of all three gradients; they are computed in torch."""
+
+    machine: Machine
+
+    def attend(self, *given: Any) -> Any:
+        return self.machine.kernel(in_torch.attend, lambda made, *read: {"made": made, "read": read})(*given)
+
+    def gradients(self, *given: Any) -> Any:
+        return self.machine.kernel(in_torch.gradients, lambda made, *read: {"made": made, "read": read})(*given)
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, pool: int) -> Machine:
+    """All that ranks that are threads ask of a GPU; `pool` is its number of streams."""
+    made = Machine(pool)
+    monkeypatch.setattr(torch.cuda, "current_stream", made.current)
+    monkeypatch.setattr(torch.cuda, "Stream", made.stream)
+    monkeypatch.setattr(torch.cuda, "stream", made.on)
+    monkeypatch.setattr(threads, "_rank_streams", lambda size: [made.stream() for _ in range(size)])
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(lanes, "_lanes", {})
+    # After the ranks have ended their caller, who is nobody here, waits for them.
+    made.local.stream = made.stream()
+    for name in ("run_forward", "run_backward"):
+        monkeypatch.setattr(ops, name, written_down(made, getattr(ops, name)))
+    replace_kernels(monkeypatch, made)
+    return made
+
+
+def written_down(machine: Machine, phase: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*given: Any) -> Any:
+        with Written(machine):
+            return phase(*given)
+
+    return run
+
+
+def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    """Every launch as one thing on a stream."""
+
+    def adds_to_sums(_: Any, config: Any, triangle: bool, *given: Any) -> dict[str, Any]:
+        *read, sums, dk, dv, _scale = given
+        return {"read": read, "add": sums, "write": (dk, dv)}
+
+    def merges(_: Any, state: Any, partials: Any, load: bool, finished: Any = None) -> dict[str, Any]:
+        kept = state[:3]
+        return {"read": (list(partials), kept if load else ()), "write": finished or kept}
+
+    def sums(_: Any, target: Any, parts: Any, load: bool, out: Any = None, beside: bool = False) -> dict[str, Any]:
+        return {"read": (list(parts), target if load else ()), "write": target if out is None else out}
+
+    def makes(made: Any, *read: Any) -> dict[str, Any]:
+        return {"made": made, "read": read}
+
+    def replace(fn: Callable[..., Any], touches: Callable[..., Any], *places: tuple[Any, str]) -> None:
+        launch = machine.kernel(fn, touches)
+        for owner, name in places:
+            monkeypatch.setattr(owner, name, staticmethod(launch) if isinstance(owner, type) else launch)
+
+    replace(in_torch.launch, adds_to_sums, (flash4, "_launch"))
+    replace(in_torch.cast, lambda _, config, sums, dq, scale: {"read": sums, "write": dq}, (flash4, "_cast"))
+    replace(in_torch.attend, makes, (flash4, "attend"))
+    replace(in_torch.padded_statistics, makes, (flash4, "padded_statistics"))
+    replace(in_torch.merge_partials, merges, (gpu, "merge_partials"), (vendor, "merge_partials"))
+    replace(in_torch.sum_parts, sums, (fused, "sum_parts"), (gpu.DeferringKernel, "sum_parts"))
+    replace(in_torch.fused_delta, makes, (gpu, "fused_delta"))
+    monkeypatch.setattr(flash4, "_config", lambda dim, triangle: SimpleNamespace(m_block_size=in_torch.BLOCK))
+    monkeypatch.setattr(flash4, "serves", lambda piece, x, scale: True)
+    monkeypatch.setattr(flash4, "serves_forward", lambda q, k, v: True)
+    monkeypatch.setattr(flash4, "serves_backward", lambda shapes, device=None: True)
+    monkeypatch.setattr(CudnnInTorch, "machine", machine, raising=False)
+
+
+def use_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> vendor.VendorKernel:
+    """Have calls take FlashAttention-4 by itself ("FA4") or cuDNN ("cuDNN")."""
+    tiles = {"FA4": vendor.FlashKernel, "cuDNN": CudnnInTorch}[name]()
+    monkeypatch.setattr(ops, "pick_kernel", lambda name, request: tiles)
+    return tiles
