@@ -161,6 +161,9 @@ class PhaseRun:
         step = self.rounds[index]
         ready = self.lanes.ready()
         self.lanes.join()
+        if index and self.plan.arrival_slot(index) == 0:
+            # Its buffers for what arrives are those of an earlier one. The round itself need not wait for this.
+            self.work.settle_arrived()
         self._post(step)
         started = time.perf_counter()
         with self.lanes.turn(ready):
@@ -186,8 +189,6 @@ class PhaseRun:
         for transfer in self.results_due.get(step.index, ()):
             self._combine(transfer, step)
         self.work.settle_visiting()
-        if self.plan.arrival_slot(step.index + 1) == 0 and step is not self.rounds[-1]:
-            self.work.settle_home()
         if self.plan.results.fields and step.row_count:
             self._turn_over(step)
 

@@ -64,7 +64,7 @@ class ForwardWork:
     def settle_visiting(self) -> None:
         """Nothing waits: states that travel are merged at once."""
 
-    def settle_home(self) -> None:
+    def settle_arrived(self) -> None:
         """Nothing waits here either, where states travel."""
 
 
@@ -75,6 +75,7 @@ class BackwardWork:
         self.kernel, self.scale, self.home = kernel, scale, home
         self.visiting: dict[str, Accumulator] = {}
         self.sum_visiting = kernel.sum_parts
+        self.in_lanes = False
 
     def of_heads(self, heads: Heads, key_heads: Heads) -> BackwardWork:
         """The same work at home for some heads."""
@@ -107,7 +108,8 @@ class BackwardWork:
         """Parts of gradients at home come from several lanes, and visitors' are summed beside the next round."""
         for total in self.home.values():
             total.alone = lanes.alone
-        if lanes.streams and self.kernel.sum_parts is not None:
+        self.in_lanes = bool(lanes.streams)
+        if self.in_lanes and self.kernel.sum_parts is not None:
             self.sum_visiting = partial(self.kernel.sum_parts, beside=True)
 
     def settle_visiting(self) -> None:
@@ -115,10 +117,10 @@ class BackwardWork:
         for total in self.visiting.values():
             total.settle()
 
-    def settle_home(self) -> None:
-        """Take in what waits in buffers that the next round uses again."""
+    def settle_arrived(self) -> None:
+        """Take in what waits at home in buffers that are used again."""
         for total in self.home.values():
-            total.settle(borrowed_only=True)
+            total.settle_borrowed(self.in_lanes)
 
 
 Work = ForwardWork | BackwardWork

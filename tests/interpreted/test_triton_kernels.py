@@ -186,10 +186,10 @@ def test_a_borrowed_part_is_taken_in_before_its_memory_changes() -> None:
     total = Accumulator(torch.full((1, 1, 4, 16), torch.nan), sum_parts)
     kept, borrowed = torch.ones(1, 1, 4, 16), torch.ones(1, 1, 4, 16)
     total.add(0, kept)
-    total.settle(borrowed_only=True)
+    total.settle_borrowed()
     assert total.untouched, "nothing was borrowed, so it may wait"
     total.add(0, borrowed, borrowed=True)
-    total.settle(borrowed_only=True)
+    total.settle_borrowed()
     borrowed.fill_(99.0)
     assert torch.equal(total.settle(), torch.full((1, 1, 4, 16), 2.0))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from burst_attention import Layout, Ring, burst_attention, causal, full, plan, run_ranks
+from burst_attention import Layout, Mask, Ring, burst_attention, causal, full, plan, run_ranks
 
 pytest.importorskip("triton")
 from tests.unit import fake_gpu
@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_the_plan_says_what_is_held(
     monkeypatch: pytest.MonkeyPatch, way: str, mask: str, kv_heads: int, ranks: int
 ) -> None:
-    """To a tenth, of the rank that holds most; a twentieth more than planned at the most."""
+    """To a twentieth, of the rank that holds most; where queries travel it may be an eighth less."""
     machine, tiles = fake_gpu.pretend_gpu(monkeypatch, pool=100), fake_gpu.use_kernel(monkeypatch, "FA4")
     layout = Layout("zigzag" if mask == "causal" else "contiguous", SHARD * ranks, ranks)
     options = {"mask": causal() if mask == "causal" else full(), "layout": layout, "coalesce": 2, **WAYS[way]}
@@ -46,4 +46,19 @@ def test_the_plan_says_what_is_held(
     made = replace(plan(SHARD * ranks, ranks, **shapes, **options), kernel=tiles)  # type: ignore[arg-type]
     held = max(machine.peaks[f"ring-rank-{rank}"] for rank in range(ranks))
     planned = max(map(made.peak_bytes, range(ranks)))
-    assert 0.87 < held / planned < 1.05
+    assert (0.87 if "queries" in way else 0.95) < held / planned < 1.03
+
+
+@pytest.mark.parametrize("kv_heads", [32, 8], ids=["MHA", "GQA"])
+@pytest.mark.parametrize(("mask", "layout"), [(causal(), "zigzag"), (full(), "contiguous")], ids=str)
+def test_a_large_ring_holds_what_one_of_four_holds(
+    monkeypatch: pytest.MonkeyPatch, mask: Mask, layout: str, kv_heads: int
+) -> None:
+    """To a tenth, as rings on CPUs do; what a call on GPUs of one host runs where nothing is asked for."""
+    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: False)
+    peaks = []
+    for ranks in (4, 8, 16):
+        shapes = {"heads": 32, "kv_heads": kv_heads, "head_dim": 128}
+        made = plan(8192 * ranks, ranks, mask=mask, layout=layout, device="cuda", **shapes)
+        peaks.append(max(map(made.peak_bytes, range(ranks))))
+    assert max(peaks) < 1.1 * min(peaks)

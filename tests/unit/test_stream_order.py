@@ -123,14 +123,14 @@ def alone_without(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
 
 
 def given_back_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts are let go before the others wait for what reads them."""
-    sum_parts = gpu.DeferringKernel.sum_parts
+    """Partials are let go before the others wait for what reads them."""
+    merge_partials = gpu.merge_partials
 
-    def sum_and_free(target: Tensor, parts: Any, **options: Any) -> None:
-        sum_parts(target, parts, **options)
-        parts.clear()
+    def merge_and_free(state: Any, partials: list[Any], **options: Any) -> None:
+        merge_partials(state, partials, **options)
+        partials.clear()
 
-    monkeypatch.setattr(gpu.DeferringKernel, "sum_parts", staticmethod(sum_and_free))
+    monkeypatch.setattr(gpu, "merge_partials", merge_and_free)
 
 
 def sums_before_they_are_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ BROKEN: dict[str, tuple[str, int, Callable[[pytest.MonkeyPatch], None], str]] = 
     "rounds do not wait for what is alone": (
         "cuDNN", 10, lambda patch: alone_without(patch, before=False), "has yet to sum_parts",
     ),
-    "memory goes back too early": ("cuDNN", 10, given_back_inside, "has yet to sum_parts"),
+    "memory goes back too early": ("cuDNN", 10, given_back_inside, "has yet to merge_partials"),
     "sums grow before they are cleared": ("FA4", 4, sums_before_they_are_cleared, "aten::zeros (write)"),
     "receives are not waited for": ("FA4", 3, receives_not_waited_for, "has yet to aten::copy_"),
 }  # fmt: skip

@@ -203,7 +203,9 @@ def test_parts_that_wait_hold_at_most_five_times_the_gradient() -> None:
     """Nine halves may wait together, and five whole ones."""
     taken: list[int] = []
 
-    def sum_parts(target: torch.Tensor, parts: list[Part], load: bool, out: torch.Tensor | None = None) -> None:
+    def sum_parts(
+        target: torch.Tensor, parts: list[Part], load: bool, out: torch.Tensor | None = None, beside: bool = False
+    ) -> None:
         taken.append(len(parts))
 
     for rows, together in ((4, 9), (8, 5)):
@@ -215,7 +217,9 @@ def test_parts_that_wait_hold_at_most_five_times_the_gradient() -> None:
         taken.clear()
 
 
-def add_up(target: torch.Tensor, parts: list[Part], load: bool, out: torch.Tensor | None = None) -> None:
+def add_up(
+    target: torch.Tensor, parts: list[Part], load: bool, out: torch.Tensor | None = None, beside: bool = False
+) -> None:
     total = target.float() if load else torch.zeros(target.shape)
     for row, head, part in parts:
         total[:, head : head + part.shape[1], row : row + part.shape[2]] += part
@@ -246,7 +250,19 @@ def test_what_arrives_waits_without_counting_as_memory() -> None:
         total.add(0, torch.ones(1, 1, 4, 4), borrowed=True)
     assert total.untouched, "nothing was taken in: buffers hold what is borrowed"
     total.add(0, torch.ones(1, 1, 4, 4))
-    assert torch.equal(total.settle(borrowed_only=True), torch.full((1, 1, 4, 4), 9.0))
+    total.settle_borrowed()
+    assert torch.equal(total.tensor, torch.full((1, 1, 4, 4), 8.0)), "its own part may wait"
+    assert torch.equal(total.settle(), torch.full((1, 1, 4, 4), 9.0))
+
+
+def test_what_arrives_is_taken_in_beside_what_was_written_in_place() -> None:
+    total = Accumulator(torch.full((1, 1, 4, 4), torch.nan), add_up)
+    place = total.place(0, 3, torch.float32)
+    assert place is not None
+    place.fill_(1.0)
+    total.add(2, torch.ones(1, 1, 2, 4), borrowed=True)
+    total.settle_borrowed()
+    assert torch.equal(total.tensor[0, 0, :, 0], torch.tensor([1.0, 1.0, 2.0, 1.0]))
 
 
 def test_a_plan_counts_the_workspace_of_who_would_compute_on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,13 +274,14 @@ def test_a_plan_counts_the_workspace_of_who_would_compute_on_this_gpu(monkeypatc
 
     monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: False)
     vendors, ours = planned(), planned(kernel="triton")
-    assert ours < 0.7 * vendors
+    assert ours < 0.8 * vendors
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("burst_attention.tiles.cuda.has_async_add", lambda: True)
     monkeypatch.setattr("burst_attention.tiles.cuda.active_flash", lambda: "FA2")
     assert planned() == ours, "cuDNN's forward holds less than our backward"
     monkeypatch.setattr("burst_attention.tiles.cuda.active_flash", lambda: "FA4")
+    monkeypatch.setattr("burst_attention.tiles.flash4.is_there", lambda device=None: True)
     assert planned() == vendors
 
 

@@ -28,8 +28,12 @@ from burst_attention.topology import BETWEEN, DoubleRing
 
 OPERAND = "operand"
 RESULT = "result"
-MOST_ARRIVALS = 4
-"""Rounds whose results, where they come straight home, may wait there to be added together."""
+MOST_ARRIVALS = 2
+"""Rounds whose results, where they come straight home, may wait there to be added together.
+
+As many as a ring of 4 has with two blocks at once, so that larger rings hold no more. With 4 of them a ring of 8 would
+add up once, and hold a quarter more.
+"""
 PACKING = 4
 """The operand buffer for what a rank sends of its own block."""
 

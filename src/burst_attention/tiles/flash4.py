@@ -49,17 +49,21 @@ def installed_version() -> str:
         return ""
 
 
+def is_there(device: torch.device | None = None) -> bool:
+    """Whether the kernels are there on a device, or on the current one.
+
+    Where there is no GPU, as on a laptop that plans, they are planned for (`facts` in cuda.py).
+    """
+    if not torch.cuda.is_available():
+        return True
+    known = active_flash() == "FA4" and installed_version() in KNOWN
+    return known and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def serves_dims(head_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device | None = None) -> bool:
-    """Whether the kernels are there on a device, or on the current one, and for these heads."""
-    return (
-        active_flash() == "FA4"
-        and installed_version() in KNOWN
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_capability(device) == (9, 0)
-        and dtype in (torch.bfloat16, torch.float16)
-        and head_dim == value_dim
-        and head_dim in HEAD_DIMS
-    )
+    """Whether the kernels are there, and for these heads."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return is_there(device) and half and head_dim == value_dim and head_dim in HEAD_DIMS
 
 
 def serves_forward(q: Tensor, k: Tensor, v: Tensor) -> bool:

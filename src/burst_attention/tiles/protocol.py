@@ -66,18 +66,19 @@ class Accumulator:
         self.tensor, self.untouched = tensor, untouched
         self._sum_parts = sum_parts
         self._waiting: list[Part] = []
+        self._borrowed: list[Part] = []
+        """Parts that wait in buffers which will be used again."""
         self._held = 0
         """Numbers in parts that wait and are not borrowed."""
         self._growing: dict[tuple[Hashable, int], GrowingPart] = {}
         self._placed: list[tuple[int, int]] = []
-        self._borrows = False
         self.alone: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """What parts are taken in under, where several streams of a GPU make them (lanes.py)."""
 
     def add(self, first: int, part: Tensor, borrowed: bool = False, head: int = 0) -> None:
         """Add to rows from `first` on, and heads from `head` on.
 
-        A borrowed part must be taken in, by `settle`, before its memory is reused.
+        A borrowed part must be taken in, by `settle_borrowed` or `settle`, before its memory is reused.
         """
         if self._sum_parts is None:
             self.settle()
@@ -85,9 +86,8 @@ class Accumulator:
             return
         # What is borrowed lies in a buffer that is there anyway.
         self._make_room(0 if borrowed else part.numel())
-        self._waiting.append(Part(first, head, part))
+        (self._borrowed if borrowed else self._waiting).append(Part(first, head, part))
         self._held += 0 if borrowed else part.numel()
-        self._borrows |= borrowed
 
     def place(self, first: int, rows: int, dtype: torch.dtype) -> Tensor | None:
         """Where a kernel may write a part for all heads itself, instead of having it added: None where it may not.
@@ -120,26 +120,38 @@ class Accumulator:
     def _make_room(self, numbers: int) -> None:
         # A narrow one is a visitor's: it is settled once, when the round ends, lest its sums be rounded on the way.
         narrow = self.tensor.dtype.itemsize < 4
-        many = len(self._waiting) >= MAX_PARTS or self._held + numbers > MAX_SHARES * self.tensor.numel()
-        if self._waiting and many and not narrow:
+        waiting = len(self._waiting) + len(self._borrowed)
+        many = waiting >= MAX_PARTS or self._held + numbers > MAX_SHARES * self.tensor.numel()
+        if waiting and many and not narrow:
             self.settle()
 
-    def settle(self, borrowed_only: bool = False) -> Tensor:
-        """Take in what waits and return the tensor, ready to be added to; with `borrowed_only`, where it must be."""
-        if borrowed_only and not self._borrows:
-            return self.tensor
+    def settle_borrowed(self, beside: bool = False) -> None:
+        """Take in what is borrowed, so that its memory may be used again, maybe `beside` something that computes.
+
+        Those who give other parts need not wait for it: what it touches is not theirs.
+        """
+        if self._placed:
+            self.settle()
+        elif self._borrowed and self._sum_parts is not None:
+            self._sum_parts(self.tensor, self._borrowed, load=not self.untouched, beside=beside)
+            self._borrowed.clear()
+            self.untouched = False
+
+    def settle(self) -> Tensor:
+        """Take in what waits and return the tensor, ready to be added to."""
         # Kept until others may have their memory, which is when what is alone has ended.
         grown = list(self._growing.values())
         with self.alone():
             self._take_grown()
             self._fill_gaps()
-            if self._waiting and self._sum_parts is not None:
-                self._sum_parts(self.tensor, self._waiting, load=not self.untouched)
+            if self._parts and self._sum_parts is not None:
+                self._sum_parts(self.tensor, self._parts, load=not self.untouched)
             elif self.untouched:
                 self.tensor.zero_()
         grown.clear()
-        self.untouched = self._borrows = False
+        self.untouched = False
         self._waiting.clear()
+        self._borrowed.clear()
         self._held = 0
         return self.tensor
 
@@ -164,9 +176,13 @@ class Accumulator:
                 self._waiting.append(Part(grown.row, key[1], part))
 
     @property
+    def _parts(self) -> list[Part]:
+        return [*self._waiting, *self._borrowed]
+
+    @property
     def fresh(self) -> bool:
         """Whether nothing has been added yet."""
-        return self.untouched and not self._waiting and not self._growing and not self._placed
+        return self.untouched and not self._parts and not self._growing and not self._placed
 
     def begin(self) -> Tensor:
         """The tensor of a fresh one, for a kernel that writes all of it instead of adding."""
@@ -180,11 +196,11 @@ class Accumulator:
         with self.alone():
             self._take_grown()
             self._fill_gaps()
-            if not self._waiting or self._sum_parts is None or self.tensor.dtype == dtype:
+            if not self._parts or self._sum_parts is None or self.tensor.dtype == dtype:
                 result = self.settle().to(dtype)
             else:
                 result = torch.empty_like(self.tensor, dtype=dtype)
-                self._sum_parts(self.tensor, self._waiting, load=not self.untouched, out=result)
+                self._sum_parts(self.tensor, self._parts, load=not self.untouched, out=result)
         grown.clear()
         return result
 
@@ -216,8 +232,11 @@ class AccumulatorHeads(Accumulator):
     def _make_room(self, numbers: int) -> None:
         self._whole._make_room(numbers)
 
-    def settle(self, borrowed_only: bool = False) -> Tensor:
-        return self._whole.settle(borrowed_only)[:, self._first : self._last]
+    def settle_borrowed(self, beside: bool = False) -> None:
+        self._whole.settle_borrowed(beside)
+
+    def settle(self) -> Tensor:
+        return self._whole.settle()[:, self._first : self._last]
 
     @property
     def fresh(self) -> bool:
