@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from burst_attention.geometry import Piece, full_piece, make_piece
-from burst_attention.merge import Deferred, Partial, State, clear, finish, merge_partial
+from burst_attention.merge import Deferred, Part, Partial, State, clear, finish, merge_partial
 from burst_attention.tiles import Accumulator, BackwardInputs, Gradients
 from burst_attention.tiles.plain import PlainKernel
 
@@ -19,6 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 pytest.importorskip("triton")
+from burst_attention.tiles import fused
 from burst_attention.tiles.cuda import rectangle_and_triangle
 from burst_attention.tiles.fused import (
     copy_on_gpu,
@@ -180,6 +181,18 @@ def test_parts_of_a_gradient_wait_and_are_added(count: int) -> None:
         deferring.add(first, part.half(), head=head)
         at_once.heads(head, 3).add(first, part.half())
     torch.testing.assert_close(deferring.finish(torch.float16), at_once.finish(torch.float16), atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("programs", [1, 7, 30])
+def test_few_programs_add_all_parts(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
+    """Beside something that computes they take blocks in turn: 30 of them here, of 5 in each of 6 heads."""
+    monkeypatch.setattr(fused, "BESIDE_PROGRAMS", programs)
+    torch.manual_seed(0)
+    parts = [Part(row, head, torch.randn(2, 2, 31, 24).half()) for row, head in ((0, 0), (39, 1), (20, 0))]
+    found, wanted = (torch.full((2, 3, 70, 24), torch.nan) for _ in range(2))
+    sum_parts(found, parts, load=False, beside=True)
+    sum_parts(wanted, parts, load=False)
+    assert torch.equal(found, wanted) and wanted.abs().max() > 1
 
 
 def test_a_borrowed_part_is_taken_in_before_its_memory_changes() -> None:
