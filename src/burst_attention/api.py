@@ -87,7 +87,8 @@ def burst_attention(
         direction: which side moves in backward, "kv" or "query"; "auto" moves fewer bytes.
         forward_direction: the same for forward.
         wire_dtype: dtype of gradients and partial outputs on the wire; None is what they accumulate in, fp32 (fp64 for
-            fp64 inputs). Row statistics always travel in that; q, k, v and dout in their own dtype.
+            fp64 inputs), but for gradients that `results="auto"` sends as a kernel gives them. Row statistics always
+            travel in that; q, k, v and dout in their own dtype.
         kernel: "auto" takes the fastest for each piece. "plain" runs anywhere; "flash" is torch's own flash operator;
             on a GPU also "triton", our own, and "cudnn". "flash" on a GPU and "cudnn" serve full and causal pieces.
         return_lse: also return lse (B, H, S), natural log, fp32 (fp64 for fp64 inputs), differentiable.
@@ -106,8 +107,8 @@ def burst_attention(
             each adding its part, or "straight" from each, added at home. No more bytes, and with a narrow `wire_dtype`
             each part is rounded once; for ranks that all reach each other alike, in a flat ring (on several hosts,
             with topology="flat"). "auto" is straight on GPUs of one host whose kernels give gradients in q's dtype, as
-            they do for full and causal masks with FlashAttention-4: those travel as they are, keys and values with
-            them, if that is no more bytes. Elsewhere it is a chain.
+            FlashAttention-4 and cuDNN do for full and causal masks: dk and dv travel as they are, keys and values with
+            them, if that is no more bytes and H is at most 5 times G. Elsewhere, and with check="off", it is a chain.
         heads: how many neighbouring ranks exchange heads for tokens before the ring (Ulysses): with as many as a host
             has, blocks travel between hosts alone; with all of them there is no ring. A divisor of the ring's size and
             at most the number of query heads; key heads are split, or copied where there are too few.
@@ -200,7 +201,8 @@ def plan(  # type: ignore[misc]
     Print it, or ask `.bytes_sent(rank, phase)`, `.flops(rank, phase)`, `.peak_bytes(rank)`, `.imbalance` and
     `.direction(phase)`. `requires_grad` are the letters of "qkv" that want gradients; `device`, "cpu" or "cuda", is the
     tensors'; with `kernel` and `return_lse`, as the call takes them, it decides whose workspace counts as memory.
-    With several `ranks_per_host` it is a double ring's; `head_degree` is the call's `heads`.
+    With several `ranks_per_host` it is a double ring's, unless that is all of them; with 1 all are taken to reach each
+    other alike. `head_degree` is the call's `heads`.
     """
     if isinstance(ranks_per_host, bool) or not isinstance(ranks_per_host, int) or ranks_per_host < 1:
         raise ValueError(f"ranks_per_host must be a whole number of at least 1, got {ranks_per_host!r}")
@@ -224,7 +226,7 @@ def plan(  # type: ignore[misc]
         mask=mask, layout=layout, key_layout=key_layout, scale=None, head_dim=head_dim, direction=direction,
         forward_direction=forward_direction, wire_dtype=wire_dtype, kernel="auto", check="always", needs=needs,
         returns_lse=return_lse, coalesce=coalesce, head_groups=head_groups, results=results,
-        one_host=ranks_per_host == 1, per_host=_inner_ranks(ranks_per_host, ring_size, head_degree),
+        one_host=ranks_per_host in (1, ring_size), per_host=_inner_ranks(ranks_per_host, ring_size, head_degree),
         head_degree=head_degree, heads=heads,
         kv_heads=kv_heads, device_type=device,
     )  # fmt: skip

@@ -172,12 +172,20 @@ def _made_up_block(case: TaxCase, phase: PhasePlan, result: bool, nbytes: int, d
 def lone_calls(case: TaxCase, rank: int, copies: bool, **options: Any) -> dict[str, Callable[[], Any]]:
     """One rank's forward and backward, by themselves."""
     made = case.plan(**_of_plan(options))
-    return _calls_on(LoneRing(rank, case.ranks, made_up_blocks(case, made, "cuda"), copies), case, options)
+    ring = LoneRing(rank, case.ranks, made_up_blocks(case, made, "cuda"), copies)
+    return _calls_on(ring, case, as_agreed(made, options))
 
 
 def _of_plan(options: dict[str, Any]) -> dict[str, Any]:
     names = ("kernel", "coalesce", "direction", "results", "wire_dtype")
     return {name: value for name, value in options.items() if name in names}
+
+
+def as_agreed(made: Plan, options: dict[str, Any]) -> dict[str, Any]:
+    """Options under which a rank that has nobody to agree with runs a plan that all ranks would have agreed on."""
+    phase = made.phase("backward")
+    results, wire_dtype = "straight" if phase.straight else "chain", phase.results.fields[0].dtype
+    return options | {"results": results, "direction": phase.direction, "wire_dtype": wire_dtype}
 
 
 def _calls_on(ring: LoneRing, case: TaxCase, options: dict[str, Any]) -> dict[str, Callable[[], Any]]:
@@ -204,9 +212,10 @@ def rank_ms(case: TaxCase, rank: int, *, copies: bool, repeat: int, **options: A
 
 def copies_ms(case: TaxCase, rank: int, repeat: int, **options: Any) -> dict[str, float]:
     """Milliseconds of a rank's receives by themselves, as device copies with nothing beside them."""
-    ring = LoneRing(rank, case.ranks, made_up_blocks(case, case.plan(**_of_plan(options)), "cuda"), copies=True)
+    made = case.plan(**_of_plan(options))
+    ring = LoneRing(rank, case.ranks, made_up_blocks(case, made, "cuda"), copies=True)
     found = {}
-    for phase, call in _calls_on(ring, case, options).items():
+    for phase, call in _calls_on(ring, case, as_agreed(made, options)).items():
         ring.copied.clear()
         call()
         copied = list(ring.copied)
@@ -219,6 +228,7 @@ def peak_gib(case: TaxCase, rank: int, **options: Any) -> float:
     ring = LoneRing(rank, case.ranks, lambda what, nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cuda"))
     q, k, v, dout = made_inputs(case, case.tokens_per_rank)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
+    options = as_agreed(case.plan(**_of_plan(options)), options)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

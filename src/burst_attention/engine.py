@@ -9,6 +9,7 @@ kernel call, and several blocks are computed as one.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Sequence
@@ -73,11 +74,14 @@ def run_phase(runs: Sequence[PhaseRun]) -> None:
             run.end(at)
     except BaseException as error:
         first.ring.fail(f"{first.plan.phase} round {at}", error)
+        # What waits is let go, whichever stream it is from; where the device itself has failed, its error counts.
+        with contextlib.suppress(RuntimeError):
+            for run in runs:
+                with run.lanes.alone():
+                    pass
         raise
-    finally:
-        # Also after an error: the memory of a run goes back to the caller's stream.
-        for run in runs:
-            run.lanes.join()
+    for run in runs:
+        run.lanes.join()
 
 
 def stretches_of_rounds(rounds: int, per_host: int) -> list[range]:

@@ -71,9 +71,11 @@ class Lanes:
         others = [stream for stream in (self.caller, *self.used) if stream != current]
         for stream in others:
             current.wait_stream(stream)
-        yield
-        for stream in others:
-            stream.wait_stream(current)
+        try:
+            yield
+        finally:
+            for stream in others:
+                stream.wait_stream(current)
 
 
 def _lanes_of(caller: Any) -> tuple[Any, ...]:

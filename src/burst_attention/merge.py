@@ -25,7 +25,7 @@ MAX_PARTIALS = 7
 """Partials that wait to be merged at once, whatever the number of ranks."""
 
 MAX_PARTS = 9
-"""Parts of a gradient that wait to be added at once: what a ring of 8 sends straight home, and home's own."""
+"""Parts of a gradient that wait to be added at once, whatever the number of ranks."""
 
 MAX_SHARES = 5
 """Times a gradient's own size that parts may hold while they wait: what a ring of 8 needs, two blocks at once."""

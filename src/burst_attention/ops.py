@@ -234,15 +234,16 @@ def plan_of(
     sides = options.forward_direction, options.direction
     ways = options.coalesce, options.per_host, options.head_groups
     straight = options.results == "straight"
+    if options.head_degree > 1:
+        rest = sides, wire_dtype, needs, ways, straight, options.head_degree, options.returns_lse
+        return build_heads_plan(mask, layout, key_layout, shapes, *rest)
+    as_given = mask, layout, key_layout, shapes, options.forward_direction
+    asked = *as_given, options.direction, wire_dtype, needs, *ways, straight
     if options.results == "auto" and wire_dtype in (None, shapes.dtype) and options.direction != "query":
-        as_given = mask, layout, key_layout, shapes, options.forward_direction
         narrow = *as_given, "kv", shapes.dtype, needs, *ways, True
-        if saves_sums(narrow, (*as_given, *sides[1:], wire_dtype, needs, *ways), kernel, options.scale, kernel.facts()):
+        if saves_sums(narrow, asked, kernel, options.scale, kernel.facts()):
             return build_plan(*narrow)
-    if options.head_degree == 1:
-        return build_plan(mask, layout, key_layout, shapes, *sides, wire_dtype, needs, *ways, straight=straight)
-    rest = sides, wire_dtype, needs, ways, straight, options.head_degree, options.returns_lse
-    return build_heads_plan(mask, layout, key_layout, shapes, *rest)
+    return build_plan(*asked)
 
 
 @kept(64)
@@ -254,13 +255,16 @@ def saves_sums(
     A chain adds to them in fp32 on the way, a pass over memory in every round. Plans are given by what they are built
     of, and asked for all ranks, so that all decide alike; `facts` are what else the kernel chooses by.
     """
-    made, other = build_plan(*narrow), build_plan(*chain)
-    phase = made.backward
-    if phase is None or other.backward is None or made.forward.results.fields:
+    other = build_plan(*chain)
+    backward, forward = other.backward, other.forward
+    if backward is None or backward.topology.size == 1 or forward.direction == "query":
         return False
+    # Keys visit in forward as they would in backward: where a mask needs our own kernels, that is seen without a plan.
+    if not all(kernel.gives_parts(backward, step, scale) for steps in forward.rounds for step in steps if step.pieces):
+        return False
+    phase = build_plan(*narrow).phase("backward")
     rounds = [step for steps in phase.rounds for step in steps if step.pieces]
-    parts = phase.topology.size > 1 and phase.rounds_alone(kernel, rounds, scale)
-    return parts and phase.total_bytes <= other.backward.total_bytes
+    return phase.rounds_alone(kernel, rounds, scale) and phase.total_bytes <= backward.total_bytes
 
 
 def require_served(kernel: TileKernel, plan: Plan) -> None:

@@ -136,7 +136,9 @@ def make_options(
             "check='off' needs Layout objects, e.g. layout=Layout.contiguous(tokens, ring_size): "
             "without a check no rank learns the whole length"
         )
-    if results == "auto" and not (one_host and device_type == "cuda" and per_host == head_degree == 1):
+    alike = one_host and device_type == "cuda" and per_host == head_degree == 1
+    if results == "auto" and (check == "off" or not alike):
+        # Without a check no rank learns whether the others' kernels choose as its own does.
         results = "chain"
     return Options(
         mask=str(mask or full()),

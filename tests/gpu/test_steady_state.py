@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from burst_attention import Layout, Ring, burst_attention, causal, run_ranks
-from burst_attention.bench_tax import TaxCase, made_inputs, made_up_blocks
+from burst_attention.bench_tax import TaxCase, as_agreed, made_inputs, made_up_blocks
 from burst_attention.ring.base import Pending
 from burst_attention.ring.lone import LoneRing
 
@@ -32,8 +32,14 @@ class WatchedRing(LoneRing):
         self.peaks.append(torch.cuda.max_memory_allocated())
 
 
+def attend(ring: LoneRing, leaves: tuple[Tensor, ...], kernel: str) -> Tensor:
+    options = as_agreed(CASE.plan(kernel=kernel), {"kernel": kernel})
+    out: Tensor = burst_attention(*leaves, ring=ring, check="off", **options, **CASE.options)
+    return out
+
+
 def forward_and_backward(ring: LoneRing, leaves: tuple[Tensor, ...], dout: Tensor, kernel: str) -> tuple[Tensor, ...]:
-    out = burst_attention(*leaves, ring=ring, check="off", kernel=kernel, **CASE.options)
+    out = attend(ring, leaves, kernel)
     # In this thread: another one may let go of its tensors later than this one goes on, where cores are short.
     with torch.autograd.set_multithreading_enabled(False):
         return out.detach(), *torch.autograd.grad(out, leaves, dout)
@@ -43,7 +49,7 @@ def watched(kernel: str) -> tuple[WatchedRing, tuple[Tensor, ...], Tensor]:
     """A ring that has run until blocks were made up for every buffer, and what it ran on."""
     q, k, v, dout = made_inputs(CASE, CASE.tokens_per_rank)
     leaves = tuple(x.requires_grad_() for x in (q, k, v))
-    ring = WatchedRing(3, CASE.ranks, made_up_blocks(CASE, CASE.plan(), "cuda"))
+    ring = WatchedRing(3, CASE.ranks, made_up_blocks(CASE, CASE.plan(kernel=kernel), "cuda"))
     for _ in range(3):
         forward_and_backward(ring, leaves, dout, kernel)
     torch.cuda.synchronize()
@@ -62,7 +68,7 @@ def test_rounds_ask_the_device_for_no_memory(kernel: str) -> None:
 
 def test_after_the_first_hop_our_kernels_do_not_raise_the_peak() -> None:
     ring, leaves, dout = watched("triton")
-    out = burst_attention(*leaves, ring=ring, check="off", kernel="triton", **CASE.options)
+    out = attend(ring, leaves, "triton")
     forward = len(ring.peaks)
     assert len(set(ring.peaks[1:forward])) == 1, ring.peaks
     torch.autograd.grad(out, leaves, dout)

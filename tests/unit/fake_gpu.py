@@ -82,6 +82,7 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     replace(in_torch.merge_partials, merges, (gpu, "merge_partials"), (vendor, "merge_partials"))
     replace(in_torch.sum_parts, sums, (fused, "sum_parts"), (gpu.DeferringKernel, "sum_parts"))
     replace(in_torch.fused_delta, makes, (gpu, "fused_delta"))
+    replace(in_torch.stand_in_for_out, makes, (vendor, "stand_in_for_out"))
     monkeypatch.setattr(flash4, "_config", lambda dim, triangle: SimpleNamespace(m_block_size=in_torch.BLOCK))
     monkeypatch.setattr(flash4, "serves", lambda piece, x, scale: True)
     monkeypatch.setattr(flash4, "serves_forward", lambda q, k, v: True)

@@ -110,8 +110,10 @@ class Machine:
     def on(self, stream: Stream) -> Iterator[None]:
         before = getattr(self.local, "stream", None)
         self.local.stream = stream
-        yield
-        self.local.stream = before
+        try:
+            yield
+        finally:
+            self.local.stream = before
 
     def look_at_freed(self) -> None:
         for key in [key for key, block in self._blocks.items() if block.alive.expired()]:
@@ -165,8 +167,10 @@ class Machine:
 
         def launch(*arguments: Any, **options: Any) -> Any:
             self.local.inside = True
-            result = fn(*arguments, **options)
-            self.local.inside = False
+            try:
+                result = fn(*arguments, **options)
+            finally:
+                self.local.inside = False
             lists = touches(result, *arguments, **options)
             self.touch(fn.__name__, **{name: _tensors(given) for name, given in lists.items()})
             return result

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from burst_attention import Ring, burst_attention, causal, full, ops, plan, run_ranks, window
+from burst_attention import Layout, Ring, burst_attention, causal, full, ops, plan, run_ranks, window
 from burst_attention.options import make_options
-from burst_attention.schedule import PhasePlan, Round, Shapes
+from burst_attention.schedule import PhasePlan, Round, Shapes, build_plan
 from burst_attention.tiles.plain import PlainKernel
 
 SHARD, RANKS = 2048, 4
@@ -82,6 +82,25 @@ def test_elsewhere_it_is_a_chain(changes: dict[str, Any]) -> None:
     assert found == backward(**options, results="chain")
 
 
+def test_one_host_is_planned_as_it_is_called() -> None:
+    assert backward(ranks_per_host=RANKS) == backward(ranks_per_host=1)
+
+
+@pytest.mark.parametrize(("mask", "plans"), [(causal() & window(999), 1), (causal(), 2)], ids=str)
+def test_at_most_one_plan_more_is_made(monkeypatch: pytest.MonkeyPatch, mask: Any, plans: int) -> None:
+    """Masks change with every batch of packed documents, and a plan takes a while."""
+    made = []
+
+    def build(*given: Any) -> Any:
+        if given not in made:
+            made.append(given)
+        return build_plan(*given)
+
+    monkeypatch.setattr(ops, "build_plan", build)
+    backward(mask=mask, tokens=RANKS * SHARD, heads=4)
+    assert len(made) == plans
+
+
 def test_deterministic_gradients_are_our_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: True)
     assert not backward().straight
@@ -100,11 +119,11 @@ class Tiles(PlainKernel):
         return self.chip == "new"
 
 
-@pytest.mark.parametrize("check", ["always", "first"])
-@pytest.mark.parametrize(("chips", "straight"), [("new", True), ("old", False), ("mixed", False)])
-def test_ranks_on_chips_that_differ_choose_alike(
-    monkeypatch: pytest.MonkeyPatch, chips: str, straight: bool, check: str
-) -> None:
+@pytest.mark.parametrize("check", ["always", "first", "off"])
+@pytest.mark.parametrize("chips", ["new", "old", "mixed"])
+def test_ranks_on_chips_that_differ_choose_alike(monkeypatch: pytest.MonkeyPatch, chips: str, check: str) -> None:
+    """Where nothing is checked they cannot know, and take the chain."""
+    straight = chips == "new" and check != "off"
     tiles = {"new": Tiles("new"), "old": Tiles("old")}
 
     def pick(name: str, request: Any) -> Tiles:
@@ -113,7 +132,7 @@ def test_ranks_on_chips_that_differ_choose_alike(
 
     monkeypatch.setattr(ops, "pick_kernel", pick)
     options = make_options(
-        mask=None, layout="contiguous", key_layout=None, scale=None, head_dim=16, direction="auto",
+        mask=None, layout=Layout.contiguous(24, 3), key_layout=None, scale=None, head_dim=16, direction="auto",
         forward_direction="auto", wire_dtype=None, kernel="auto", check=check, needs="qkv", returns_lse=False,
         coalesce=2, per_host=1, head_groups=1, results="auto", one_host=True, head_degree=1, heads=4, kv_heads=4,
         device_type="cuda",

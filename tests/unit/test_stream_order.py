@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from burst_attention.ring import threads
 from tests.unit.stream_order import Machine
 
 pytest.importorskip("triton")
-from burst_attention.tiles import flash4, gpu
+from burst_attention.tiles import flash4, gpu, vendor
 from tests.unit import fake_gpu
 
 HEADS, DIM = 4, 16
@@ -44,8 +45,17 @@ class CountedLanes(Lanes):
             yield
 
 
+STRAIGHT: dict[str, Any] = {"direction": "kv", "results": "straight", "wire_dtype": torch.float16}
+
+
 def run(
-    monkeypatch: pytest.MonkeyPatch, machine: Machine, kernel: str, ranks: int, mask_name: str, kv_heads: int
+    monkeypatch: pytest.MonkeyPatch,
+    machine: Machine,
+    kernel: str,
+    ranks: int,
+    mask_name: str,
+    kv_heads: int,
+    options: dict[str, Any] = STRAIGHT,
 ) -> int:
     """Two calls on each rank, the second in memory of the first; returns how many rounds went to lanes."""
     fake_gpu.use_kernel(monkeypatch, kernel)
@@ -55,13 +65,12 @@ def run(
     layout, generator = Layout.zigzag(tokens, ranks), torch.Generator().manual_seed(0)
     heads = HEADS, kv_heads, kv_heads, HEADS
     tensors = [torch.randn(1, count, tokens, DIM, generator=generator).half() for count in heads]
-    options: dict[str, Any] = {"direction": "kv", "coalesce": 2, "results": "straight", "wire_dtype": torch.float16}
 
     def body(ring: Ring) -> list[Tensor]:
         q, k, v, dout = (layout.shard(x, ring.rank, 2) for x in tensors)
         leaves = [x.requires_grad_() for x in (q, k, v)]
         for _ in range(2):
-            out = burst_attention(*leaves, ring=ring, mask=mask, layout=layout, **options)
+            out = burst_attention(*leaves, ring=ring, mask=mask, layout=layout, coalesce=2, **options)
             gradients = torch.autograd.grad(out, leaves, dout)
         return [out.detach(), *gradients]
 
@@ -95,6 +104,34 @@ def test_everything_is_in_order(
     turns = run(monkeypatch, machine, kernel, ranks, mask, kv_heads)
     assert turns >= 4 * ranks, "no round went to a lane"
     assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
+
+
+@pytest.mark.parametrize("kernel", ["FA4", "cuDNN"])
+@pytest.mark.parametrize(
+    "options",
+    [{"direction": "kv", "results": "chain"}, {"direction": "query", "results": "chain"},
+     STRAIGHT | {"direction": "query"}, STRAIGHT | {"direction": "query", "forward_direction": "query"},
+     STRAIGHT | {"head_groups": 2}],
+    ids=["chain", "chain-queries", "queries", "queries-in-both", "groups"],
+)  # fmt: skip
+def test_rounds_that_add_to_each_other_have_no_lanes(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, options: dict[str, Any], kernel: str
+) -> None:
+    """A visitor adds in fp32, or to what comes from another; statistics lie in one place; groups take turns."""
+    rounds_of_forward = 0 if {"forward_direction", "head_groups"} & options.keys() else 2 * 4 * 3
+    assert run(monkeypatch, machine, kernel, 4, "causal", HEADS, options) == rounds_of_forward
+    assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
+
+
+def test_parts_are_added_up_in_the_lane_of_their_round(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    """Where they travel in fp32 they are not written where they are sent from."""
+    assert run(monkeypatch, machine, "FA4", 4, "causal", HEADS, STRAIGHT | {"wire_dtype": torch.float32}) >= 4 * 4
+    assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
+
+
+def test_rounds_of_kernels_that_add_have_no_lanes(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    monkeypatch.setattr(vendor.VendorKernel, "gives_parts", lambda self, phase, step, scale: step.index != 1)
+    assert run(monkeypatch, machine, "FA4", 4, "causal", HEADS) == 0
 
 
 def no_wait_for_what_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,3 +212,29 @@ def test_what_is_out_of_order_is_seen(monkeypatch: pytest.MonkeyPatch, machine: 
     break_it(monkeypatch)
     run(monkeypatch, machine, kernel, ranks, "causal", HEADS)
     assert any(wrong in found for found in machine.found), sorted(set(machine.found))[:10]
+
+
+@pytest.mark.parametrize("kernel", ["FA4", "cuDNN"])
+@pytest.mark.parametrize("which", [0, 1, 2, 5, 7, 8, 11])
+def test_after_an_error_nothing_is_freed_early(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, kernel: str, which: int
+) -> None:
+    """One launch on rank 1 fails; what its lanes have laid aside is let go behind all of them."""
+    launches: list[str] = []
+    touch = machine.touch
+
+    def fail_once(name: str, *made: Any, **touched: Any) -> None:
+        touch(name, *made, **touched)
+        if threading.current_thread().name == "ring-rank-1" and name in ("attend", "launch", "gradients", "sum_parts"):
+            launches.append(name)
+            if len(launches) == which + 1:
+                raise ValueError("a launch that fails")
+
+    monkeypatch.setattr(machine, "touch", fail_once)
+    with pytest.raises(ValueError, match="a launch that fails"):
+        run(monkeypatch, machine, kernel, 4, "causal", HEADS)
+    gc.collect()
+    machine.look_at_freed()
+    # A peer may still read what it was sent.
+    found = {problem for problem in machine.found if not problem.endswith("aten::copy_")}
+    assert not found, "\n".join(sorted(found)[:10])

@@ -33,12 +33,13 @@ def peak_bytes(plan: Plan, rank: int) -> int:
 
 
 def phase_bytes(phase: PhasePlan, rank: int, kernel: TileCosts | None, groups: int) -> int:
-    """Travelling buffers of all groups of heads and the largest workspace of one."""
+    """Travelling buffers of all groups of heads, and the largest workspace."""
     operands = sum(phase.slot_rows(rank)) * phase.operands.row_bytes
     operands += max(phase.slot_rows(rank)) * sum(field.row_bytes for field in phase.operands.statistics)
     rows = phase.result_slot_rows(rank)
-    precise = make_bundle(phase.results.names, phase.shapes)
-    computed = phase.computed_results(rank, kernel, ANY_SCALE) if kernel else precise
+    computed = make_bundle(phase.results.names, phase.shapes)
+    if kernel is not None:
+        computed = phase.computed_results(rank, kernel, ANY_SCALE)
     results = rows.computed * computed.row_bytes
     arrived = phase.arrival_slots * rows.received + rows.received_long
     results += (rows.computed + rows.held + arrived) * phase.results.row_bytes
@@ -49,7 +50,9 @@ def phase_bytes(phase: PhasePlan, rank: int, kernel: TileCosts | None, groups: i
         for step in phase.rounds[rank]
         if step.pieces and kernel
     )
-    return groups * (operands + results) + max(work, default=0)
+    # Groups of heads compute one after the other, but what waits to be added is there for all of them.
+    at_once = groups if kernel is not None and kernel.parts_wait else 1
+    return groups * (operands + results) + at_once * max(work, default=0)
 
 
 def accumulator_bytes(plan: Plan, rank: int, phase: str) -> int:

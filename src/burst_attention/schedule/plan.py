@@ -150,6 +150,10 @@ def packed_pieces(visits: tuple[Visit, ...], direction: str) -> tuple[Piece, ...
 class TileCosts(Protocol):
     """What a plan asks of the kernel that runs it."""
 
+    @property
+    def parts_wait(self) -> bool:
+        """Whether parts of gradients wait to be added together."""
+
     def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
         """Bytes that it allocates for itself in a round; `visiting` is what results of visitors are computed in."""
 
@@ -187,7 +191,7 @@ class PhasePlan:
     def rounds_alone(self, kernel: TileCosts, rounds: Iterable[Round], scale: float) -> bool:
         """Whether the kernel rounds gradients of these rounds to the dtype they travel in, and nothing else does."""
         narrow = self.straight and all(field.dtype == self.shapes.dtype for field in self.results.fields)
-        # Parts of many query heads for one key head are summed a few at a time; states are no parts.
+        # States are no parts; and of many query heads for one key head, a visitor's parts would take too much room.
         narrow &= self.phase == "backward" and self.shapes.heads <= MAX_SHARES * self.shapes.kv_heads
         return narrow and all(kernel.gives_parts(self, step, scale) for step in rounds)
 

@@ -109,19 +109,21 @@ def workspace_bytes(phase: PhasePlan, step: Round, visiting: Bundle | None) -> i
     """
     shapes, size = phase.shapes, phase.shapes.dtype.itemsize
     row = shapes.batch * shapes.heads * shapes.head_dim
-    placed = visiting is not None and all(field.dtype == shapes.dtype for field in visiting.fields)
+    placed = {field.name for field in visiting.fields if field.dtype == shapes.dtype} if visiting else set()
     triangles = sum(piece.q_count for piece in step.pieces if not piece.is_full)
-    casts = triangles
+    keys = sum(piece.k_count for piece in step.pieces)
     if phase.direction == "query":
-        sums, keys = _sum_rows([step], step), 0
-        casts += 0 if placed else sums
+        sums = _sum_rows([step], step)
+        casts, parts = 0 if "dq" in placed else sums, 0
     else:
         before = next(rounds[: step.index] for rounds in phase.rounds if rounds[step.index] == step)
-        sums, keys = _sum_rows((*before, step), step), _home_key_rows(before, step)
-        in_place = placed and shapes.heads == shapes.kv_heads
-        keys += 0 if in_place else sum(piece.k_count for piece in step.pieces)
+        sums = _sum_rows((*before, step), step)
+        # A ring of one has no buffers that would be gone: dq is there twice when it ends.
+        casts = 2 * sums if phase.topology.size == 1 else 0
+        in_place = len(placed & {"dk", "dv"}) if shapes.heads == shapes.kv_heads else 0
+        parts = 2 * _home_key_rows(before, step) + (2 - in_place) * keys
     statistics = 2 * shapes.batch * shapes.heads * (sums + triangles)
-    return ((sums + triangles) * 4 + casts * size + 2 * keys * size) * row + 4 * statistics
+    return ((sums + triangles) * 4 + (casts + triangles + parts) * size) * row + 4 * statistics
 
 
 def _sum_rows(rounds: Iterable[Round], step: Round) -> int:

@@ -38,7 +38,7 @@ class BackwardInputs(NamedTuple):
 
 
 SumParts = Callable[..., None]
-"""sum_parts(target, parts, load, out): see fused.py."""
+"""sum_parts(target, parts, load, out, beside): see fused.py."""
 
 
 class GrowingPart(Protocol):
@@ -310,6 +310,11 @@ class TileKernel(ABC):
 
     sum_parts: SumParts | None = None
     """How several parts of a gradient are added in one pass, for kernels that let them wait."""
+
+    @property
+    def parts_wait(self) -> bool:
+        """Whether parts of gradients wait to be added together."""
+        return self.sum_parts is not None
 
     def copy(self, target: Tensor, source: Tensor, beside: bool = False) -> None:
         """Copy (B, H, S, D) or (B, H, S) into another order of memory, maybe `beside` something that computes."""
