@@ -160,7 +160,7 @@ def test_the_forward_for_other_chips_compiles(chip: int) -> None:
 
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
     constants: dict[str, Any] = {"BLOCK_Q": 128, "BLOCK_K": 64, "DIM": 128, "VALUE_DIM": 128, "D": 128, "E": 128}
-    constants |= {"LOAD": True, "FINISH": False, "ONE_ENTRY": True, "NEGATIVE": False, "PRECISION": "tf32"}
+    constants |= {"LOAD": True, "FINISH": False, "ONE_ENTRY": True, "NEGATIVE": False}
     kernel = compiled(forward_kernel, ASTSource, types, constants, chip, 8)
     assert ("mma.sync" if chip == 80 else "tcgen05.mma") in kernel.asm["ptx"]
 
@@ -176,7 +176,7 @@ def test_values_narrower_than_keys_are_found_where_they_are(
     from burst_attention.tiles import triton_kernel as ours
 
     config = ours.forward_config(*dims, torch.bfloat16)
-    constants = {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k, **ours._dims(*dims), "PRECISION": "tf32"}
+    constants = {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k, **ours._dims(*dims)}
     constants |= {"LOAD": False, "FINISH": False, "ONE_ENTRY": True, "NEGATIVE": False, "peak_row": 1, "lse_row": 1}
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16")
     made = compiled(
@@ -203,7 +203,7 @@ def test_what_consumer_cards_get_fits_their_memory(name: str, dims: tuple[int, i
     config = ours.fitted(tuned(*dims, dtype), max(dims), room)
     element = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
     constants = {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k, **ours._dims(*dims)}
-    constants |= {"PRECISION": ours._precision(dtype), **dict.fromkeys(flags, True)}
+    constants |= dict.fromkeys(flags, True)
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "dout_ptr", "out_ptr"), element)
     made = compiled(kernel, ASTSource, types, constants, 89, config.warps, num_stages=config.stages)
     assert made.metadata.shared <= room

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from burst_attention.tiles.triton_forward import FIELDS, LOG2_E, load_block, pair_exists
+from burst_attention.tiles.triton_forward import FIELDS, LOG2_E, PRECISION, load_block, pair_exists
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _key_gradients(
     dk, dv, k, v, q_base, dout_base, lse_base, delta_base, q_row, dout_row, lse_row, delta_row,
     entry, keys, first, last, some_last, scale,
     BLOCK_Q: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    MASKED: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
 ):  # fmt: skip
     """Add the queries [first, last) to dk and dv of a block of keys. All products have keys as rows."""
     d, e = tl.arange(0, D), tl.arange(0, E)
@@ -68,7 +68,7 @@ def key_gradients_kernel(
     dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, groups, k_rows, scale,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    WANT_K: tl.constexpr, WANT_V: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+    WANT_K: tl.constexpr, WANT_V: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Grid (key blocks of the table, B * G): adds to dk and dv, or writes them, over all query heads of a key head."""
     line = blocks_ptr + tl.program_id(0) * 3
@@ -92,17 +92,17 @@ def key_gradients_kernel(
         dk, dv = _key_gradients(
             dk, dv, k, v, q_base, dout_base, lse_base, delta_base, q_row, dout_row, lse_row, delta_row,
             entry, keys, some_first, every_first, some_last, scale,
-            BLOCK_Q, DIM, VALUE_DIM, D, E, True, WANT_K, WANT_V, PRECISION,
+            BLOCK_Q, DIM, VALUE_DIM, D, E, True, WANT_K, WANT_V,
         )  # fmt: skip
         dk, dv = _key_gradients(
             dk, dv, k, v, q_base, dout_base, lse_base, delta_base, q_row, dout_row, lse_row, delta_row,
             entry, keys, every_first, every_last, some_last, scale,
-            BLOCK_Q, DIM, VALUE_DIM, D, E, False, WANT_K, WANT_V, PRECISION,
+            BLOCK_Q, DIM, VALUE_DIM, D, E, False, WANT_K, WANT_V,
         )  # fmt: skip
         dk, dv = _key_gradients(
             dk, dv, k, v, q_base, dout_base, lse_base, delta_base, q_row, dout_row, lse_row, delta_row,
             entry, keys, every_last, some_last, some_last, scale,
-            BLOCK_Q, DIM, VALUE_DIM, D, E, True, WANT_K, WANT_V, PRECISION,
+            BLOCK_Q, DIM, VALUE_DIM, D, E, True, WANT_K, WANT_V,
         )  # fmt: skip
     kept = (keys < k_rows)[:, None]
     if WANT_K:
@@ -119,7 +119,7 @@ def key_gradients_kernel(
 def _query_gradients(
     dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, entry, queries, first, last, some_last, scale,
     BLOCK_K: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [first, last) to dq of a block of queries."""
     d, e = tl.arange(0, D), tl.arange(0, E)
@@ -145,7 +145,7 @@ def query_gradients_kernel(
     dq_batch, dq_head, dq_row, heads, groups, q_rows, scale,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    ADD: tl.constexpr, PRECISION: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     """Grid (query blocks of the table, B * H): adds to dq, or writes it."""
     line = blocks_ptr + tl.program_id(0) * 3
@@ -167,15 +167,15 @@ def query_gradients_kernel(
         every_last, some_last = tl.load(entry + 2), tl.load(entry + 3)
         dq = _query_gradients(
             dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, entry, queries, some_first, every_first, some_last,
-            scale, BLOCK_K, DIM, VALUE_DIM, D, E, True, PRECISION,
+            scale, BLOCK_K, DIM, VALUE_DIM, D, E, True,
         )  # fmt: skip
         dq = _query_gradients(
             dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, entry, queries, every_first, every_last, some_last,
-            scale, BLOCK_K, DIM, VALUE_DIM, D, E, False, PRECISION,
+            scale, BLOCK_K, DIM, VALUE_DIM, D, E, False,
         )  # fmt: skip
         dq = _query_gradients(
             dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, entry, queries, every_last, some_last, some_last,
-            scale, BLOCK_K, DIM, VALUE_DIM, D, E, True, PRECISION,
+            scale, BLOCK_K, DIM, VALUE_DIM, D, E, True,
         )  # fmt: skip
     at = dq_ptr + batch * dq_batch + head * dq_head + queries[:, None].to(tl.int64) * dq_row + d[None, :]
     mask = (queries < q_rows)[:, None] & (d[None, :] < DIM)

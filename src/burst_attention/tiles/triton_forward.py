@@ -19,6 +19,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # log2(e) less its fp32 rounding: products with both parts are exact to fp32's square.
 LOG2_E_LOW = tl.constexpr(1.4426950408889634 - 1.44269502162933349609375)
 FIELDS = tl.constexpr(ENTRY_FIELDS)
+# tf32 would cost fp32 inputs half their digits, and most chips of AMD refuse it; for 16 bits it is all the same.
+PRECISION = tl.constexpr("ieee")
 
 
 @triton.jit
@@ -48,7 +50,7 @@ def pair_exists(entry, rows, cols, last):
 def _attend(
     acc, peak, total, q, k_base, v_base, k_row, v_row, entry, rows, first, last, some_last, scale,
     BLOCK_K: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    MASKED: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys [first, last), a multiple of BLOCK_K of them unless MASKED."""
     d, e = tl.arange(0, D), tl.arange(0, E)
@@ -116,7 +118,6 @@ def forward_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     LOAD: tl.constexpr, FINISH: tl.constexpr, ONE_ENTRY: tl.constexpr, NEGATIVE: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks of the table, B * H). LOAD continues a state; FINISH writes out and lse instead of one."""
     line = blocks_ptr + tl.program_id(0) * 3
@@ -148,15 +149,15 @@ def forward_kernel(
         every_last, some_last = tl.load(entry + 2), tl.load(entry + 3)
         acc, peak, total = _attend(
             acc, peak, total, q, k_base, v_base, k_row, v_row, entry, rows, some_first, every_first, some_last, scale,
-            BLOCK_K, DIM, VALUE_DIM, D, E, True, NEGATIVE, PRECISION,
+            BLOCK_K, DIM, VALUE_DIM, D, E, True, NEGATIVE,
         )  # fmt: skip
         acc, peak, total = _attend(
             acc, peak, total, q, k_base, v_base, k_row, v_row, entry, rows, every_first, every_last, some_last, scale,
-            BLOCK_K, DIM, VALUE_DIM, D, E, False, NEGATIVE, PRECISION,
+            BLOCK_K, DIM, VALUE_DIM, D, E, False, NEGATIVE,
         )  # fmt: skip
         acc, peak, total = _attend(
             acc, peak, total, q, k_base, v_base, k_row, v_row, entry, rows, every_last, some_last, some_last, scale,
-            BLOCK_K, DIM, VALUE_DIM, D, E, True, NEGATIVE, PRECISION,
+            BLOCK_K, DIM, VALUE_DIM, D, E, True, NEGATIVE,
         )  # fmt: skip
 
     if FINISH:

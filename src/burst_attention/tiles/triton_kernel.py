@@ -184,7 +184,7 @@ def launch_forward(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *state.acc.stride()[:3], *state.peak.stride(),
         *out.stride()[:3], *lse.stride(), q.shape[1], q.shape[1] // k.shape[1], q.shape[2], scale,
         BLOCK_Q=config.block_q, BLOCK_K=config.block_k, **_dims(head_dim, value_dim),
-        LOAD=load, FINISH=finished is not None, ONE_ENTRY=one_entry, NEGATIVE=scale < 0, PRECISION=_precision(q.dtype),
+        LOAD=load, FINISH=finished is not None, ONE_ENTRY=one_entry, NEGATIVE=scale < 0,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
@@ -212,7 +212,7 @@ def launch_key_gradients(
         *x.delta.stride(), *dk_or_any.stride()[:3], *dv_or_any.stride()[:3],
         x.k.shape[1], x.q.shape[1] // x.k.shape[1], x.k.shape[2], scale,
         BLOCK_Q=config.block_q, BLOCK_K=config.block_k, **_dims(head_dim, value_dim),
-        WANT_K=dk is not None, WANT_V=dv is not None, ADD=add, PRECISION=_precision(x.q.dtype),
+        WANT_K=dk is not None, WANT_V=dv is not None, ADD=add,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
@@ -236,7 +236,7 @@ def launch_query_gradients(
         *x.delta.stride(), *dq.stride()[:3],
         x.q.shape[1], x.q.shape[1] // x.k.shape[1], x.q.shape[2], scale,
         BLOCK_Q=config.block_q, BLOCK_K=config.block_k, **_dims(head_dim, value_dim),
-        ADD=add, PRECISION=_precision(x.q.dtype), num_warps=config.warps, num_stages=config.stages,
+        ADD=add, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
 
@@ -255,8 +255,3 @@ def _dims(head_dim: int, value_dim: int) -> dict[str, int]:
     wide, value_wide = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
     value_wide = max(value_wide, min(wide, SWIZZLED))
     return {"DIM": head_dim, "VALUE_DIM": value_dim, "D": wide, "E": value_wide}
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """tf32 would cost fp32 inputs half their digits."""
-    return "ieee" if dtype == torch.float32 else "tf32"
