@@ -107,9 +107,10 @@ class Machine:
         return stream
 
     @contextlib.contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream: Stream | None) -> Iterator[None]:
+        """What is enqueued in here goes to a stream; with none, to the one it would."""
         before = getattr(self.local, "stream", None)
-        self.local.stream = stream
+        self.local.stream = stream or before
         try:
             yield
         finally:
