@@ -82,6 +82,21 @@ def test_elsewhere_it_is_a_chain(changes: dict[str, Any]) -> None:
     assert found == backward(**options, results="chain")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "k, v, dk, dv; results in bfloat16, straight home"),
+        ({"results": "chain"}, "lse, delta, dq; results in float32, from visitor to visitor"),
+        ({"requires_grad": "q"}, "backward: the key side moves down the ring (k, v); at most"),
+    ],
+)
+def test_a_plan_says_how_results_come_home(options: dict[str, Any], words: str) -> None:
+    made = plan(SHARD * RANKS, RANKS, heads=8, head_dim=128, mask=causal(), layout="zigzag", device="cuda", **options)
+    shard = 8 * SHARD * 128 * 2
+    assert words in str(made)
+    assert f"{max(map(made.peak_bytes, range(RANKS))) / shard:.3g} shards of q" in str(made)
+
+
 def test_one_host_is_planned_as_it_is_called() -> None:
     assert backward(ranks_per_host=RANKS) == backward(ranks_per_host=1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from burst_attention.schedule.bundles import make_bundle
 from burst_attention.schedule.heads import HeadsPlan
 from burst_attention.schedule.plan import PhasePlan, Plan
 
@@ -13,13 +14,16 @@ def describe(plan: Plan) -> str:
     shapes = plan.forward.shapes
     heads = f"{plan.groups * shapes.heads}/{plan.groups * shapes.kv_heads}"
     heads += f" in {plan.groups} groups" if plan.groups > 1 else ""
+    ranks = range(plan.layout.ring_size)
+    peak = max(map(plan.peak_bytes, ranks))
+    shard = plan.groups * make_bundle(("q",), shapes).row_bytes * max(map(plan.layout.local_tokens, ranks))
     head = [
         f"mask {_short(str(plan.mask))}",
         f"queries {_short(str(plan.layout))}"
         + ("" if plan.key_layout == plan.layout else f", keys {_short(str(plan.key_layout))}"),
         f"batch {shapes.batch}, heads {heads}, head dim {shapes.head_dim}/{shapes.value_dim}, "
         f"{str(shapes.dtype).removeprefix('torch.')}; imbalance {plan.imbalance:.1%}; "
-        f"peak {_size(max(plan.peak_bytes(rank) for rank in range(plan.layout.ring_size)))} per rank",
+        f"peak {_size(peak)} per rank, {peak / max(shard, 1):.3g} shards of q",
     ]
     phases = [phase for phase in (plan.forward, plan.backward) if phase]
     return "\n".join([*head, *(line for phase in phases for line in _phase_lines(phase, plan.groups))])
@@ -46,7 +50,9 @@ def _phase_lines(phase: PhasePlan, groups: int) -> list[str]:
     flops = [groups * phase.flops(rank) for rank in ranks]
     way = "up" if phase.topology.step > 0 else "down"
     moved = ", ".join((*phase.operands.names, *phase.results.names))
-    moved += "; results straight home" if phase.straight and phase.results.fields else ""
+    if phase.results.fields:
+        dtype = str(phase.results.fields[0].dtype).removeprefix("torch.")
+        moved += f"; results in {dtype}, {'straight home' if phase.straight else 'from visitor to visitor'}"
     lines = [
         f"{phase.phase}: the {'key' if phase.direction == 'kv' else 'query'} side moves {way} the ring ({moved}); "
         f"at most {_size(max(sent))} sent and {max(flops) / 1e9:.3g} GFLOP per rank"
