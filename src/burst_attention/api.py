@@ -202,7 +202,7 @@ def plan(  # type: ignore[misc]
     `.direction(phase)`. `requires_grad` are the letters of "qkv" that want gradients; `device`, "cpu" or "cuda", is the
     tensors'; with `kernel` and `return_lse`, as the call takes them, it decides whose workspace counts as memory.
     With several `ranks_per_host` it is a double ring's, unless that is all of them; with 1 all are taken to reach each
-    other alike. `head_degree` is the call's `heads`.
+    other alike. `head_degree` is the call's `heads`. For a call with check="off" ask for results="chain", its "auto".
     """
     if isinstance(ranks_per_host, bool) or not isinstance(ranks_per_host, int) or ranks_per_host < 1:
         raise ValueError(f"ranks_per_host must be a whole number of at least 1, got {ranks_per_host!r}")

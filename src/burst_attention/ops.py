@@ -237,10 +237,10 @@ def plan_of(
     if options.head_degree > 1:
         rest = sides, wire_dtype, needs, ways, straight, options.head_degree, options.returns_lse
         return build_heads_plan(mask, layout, key_layout, shapes, *rest)
-    as_given = mask, layout, key_layout, shapes, options.forward_direction
-    asked = *as_given, options.direction, wire_dtype, needs, *ways, straight
+    as_given = mask, layout, key_layout, shapes
+    asked = *as_given, *sides, wire_dtype, needs, *ways, straight
     if options.results == "auto" and wire_dtype in (None, shapes.dtype) and options.direction != "query":
-        narrow = *as_given, "kv", shapes.dtype, needs, *ways, True
+        narrow = *as_given, "kv", "kv", shapes.dtype, needs, *ways, True
         if saves_sums(narrow, asked, kernel, options.scale, kernel.facts()):
             return build_plan(*narrow)
     return build_plan(*asked)

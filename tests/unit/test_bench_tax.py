@@ -1,4 +1,7 @@
-"""A rank that is timed alone runs what all ranks would have agreed on, on a GPU that is not there."""
+"""A rank that is timed alone runs what all ranks would have agreed on, on a GPU that is not there.
+
+Copies for receives are counted here, on the caller's stream: the ring has one of its own only where there is a GPU.
+"""
 
 from __future__ import annotations
 

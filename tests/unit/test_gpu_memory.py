@@ -73,7 +73,8 @@ def test_the_plan_says_what_is_held(
 def test_no_more_is_held_than_planned(
     monkeypatch: pytest.MonkeyPatch, mask: str, kv_heads: int, ranks: int, options: dict[str, Any]
 ) -> None:
-    assert held_and_planned(monkeypatch, mask, kv_heads, ranks, **WAYS["straight"], **options) < 1.03
+    """And not much less: of what stays at home some is counted that is not wanted."""
+    assert 0.7 < held_and_planned(monkeypatch, mask, kv_heads, ranks, **WAYS["straight"], **options) < 1.03
 
 
 @pytest.mark.parametrize("kv_heads", [32, 8], ids=["MHA", "GQA"])

@@ -50,8 +50,9 @@ def phase_bytes(phase: PhasePlan, rank: int, kernel: TileCosts | None, groups: i
         for step in phase.rounds[rank]
         if step.pieces and kernel
     )
-    # Groups of heads compute one after the other, but what waits to be added is there for all of them.
-    at_once = groups if kernel is not None and kernel.parts_wait else 1
+    # Groups of heads compute one after the other, but parts of gradients that wait are there for all of them.
+    waits = kernel is not None and kernel.parts_wait and phase.phase == "backward"
+    at_once = groups if waits else 1
     return groups * (operands + results) + at_once * max(work, default=0)
 
 
