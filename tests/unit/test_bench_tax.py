@@ -15,8 +15,9 @@ from burst_attention.ring.lone import LoneRing
 from tests.unit import fake_gpu
 
 
-@pytest.mark.parametrize("copies", [False, True])
-@pytest.mark.parametrize(("kv_heads", "results"), [(2, "auto"), (1, "auto"), (2, "chain")])
+@pytest.mark.parametrize(
+    ("kv_heads", "results", "copies"), [(2, "auto", False), (1, "auto", True), (2, "chain", False)]
+)
 def test_a_lone_rank_moves_what_its_plan_says(
     monkeypatch: pytest.MonkeyPatch, kv_heads: int, results: str, copies: bool
 ) -> None:

@@ -68,8 +68,7 @@ def test_the_plan_says_what_is_held(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kv_heads", [4, 2], ids=["MHA", "GQA"])
-@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize(("mask", "kv_heads"), [("causal", 4), ("full", 2)], ids=["causal-MHA", "full-GQA"])
 def test_no_more_is_held_than_planned(
     monkeypatch: pytest.MonkeyPatch, mask: str, kv_heads: int, ranks: int, options: dict[str, Any]
 ) -> None:

@@ -195,11 +195,11 @@ def receives_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 BROKEN: dict[str, tuple[str, int, Callable[[pytest.MonkeyPatch], None], str]] = {
     "a round does not wait until it is ready": ("FA4", 4, no_wait_for_what_is_ready, "aten::copy_ (write)"),
     "transfers do not wait for rounds": ("cuDNN", 4, no_join, "has yet to attend"),
-    "what is alone does not wait": ("cuDNN", 10, lambda patch: alone_without(patch, before=True), "gradients (write)"),
+    "what is alone does not wait": ("cuDNN", 8, lambda patch: alone_without(patch, before=True), "gradients (write)"),
     "rounds do not wait for what is alone": (
-        "cuDNN", 10, lambda patch: alone_without(patch, before=False), "has yet to sum_parts",
+        "cuDNN", 8, lambda patch: alone_without(patch, before=False), "has yet to sum_parts",
     ),
-    "memory goes back too early": ("cuDNN", 10, given_back_inside, "has yet to merge_partials"),
+    "memory goes back too early": ("cuDNN", 8, given_back_inside, "has yet to merge_partials"),
     "sums grow before they are cleared": ("FA4", 4, sums_before_they_are_cleared, "aten::zeros (write)"),
     "receives are not waited for": ("FA4", 3, receives_not_waited_for, "has yet to aten::copy_"),
 }  # fmt: skip
@@ -214,8 +214,7 @@ def test_what_is_out_of_order_is_seen(monkeypatch: pytest.MonkeyPatch, machine: 
     assert any(wrong in found for found in machine.found), sorted(set(machine.found))[:10]
 
 
-@pytest.mark.parametrize("kernel", ["FA4", "cuDNN"])
-@pytest.mark.parametrize("which", [0, 1, 2, 5, 7, 8, 11])
+@pytest.mark.parametrize(("kernel", "which"), [("FA4", 2), ("FA4", 8), ("FA4", 11), ("cuDNN", 5), ("cuDNN", 8)])
 def test_after_an_error_nothing_is_freed_early(
     monkeypatch: pytest.MonkeyPatch, machine: Machine, kernel: str, which: int
 ) -> None:
