@@ -204,10 +204,7 @@ class Written(TorchDispatchMode):
             for x in _tensors(named.get(argument.name))
         ]
         # Views touch nothing, and of what new memory is modelled on nothing is read.
-        looks = not made and not written
-        read = (
-            [] if looks or "empty" in func.name() else [x for x in _tensors(named) if all(x is not y for y in written)]
-        )
         if made or written:
+            read = [] if "empty" in func.name() else [x for x in _tensors(named) if all(x is not y for y in written)]
             self.machine.touch(func.name(), made, write=written, read=read)
         return result

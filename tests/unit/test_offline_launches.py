@@ -61,8 +61,7 @@ AMD_ROOM = 64 * 1024
 
 @pytest.fixture
 def chip(request: pytest.FixtureRequest) -> Iterator[int | str]:
-    if getattr(fused._sum_kernel, "device_caches", None) is None:
-        pytest.skip("the interpreter compiles nothing")
+    """Kernels are launched for it. Where Triton interprets them instead, nothing would be compiled, and that fails."""
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(ChipThatIsNotHere(request.param))
     yield request.param
