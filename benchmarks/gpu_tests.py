@@ -23,7 +23,7 @@ from burst_attention.bench import machine
 
 ROOT = Path(__file__).parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "not matrix and not soak"]
-TOGETHER = {"exactness_on_cuda": 2, "threads_on_cuda": 9}
+TOGETHER = {"exactness_on_cuda": 2, "threads_on_cuda": 9, "lanes_on_cuda": 1}
 """Tests of a file that one process runs, where they compile much; of others 40."""
 WORDS = ("PASSED", "FAILED", "SKIPPED", "ERROR")
 SANITIZED = {

@@ -13,15 +13,16 @@ import contextlib
 import itertools
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from burst_attention.geometry import Rows, count_rows, row_offset
-from burst_attention.lanes import Lanes
+from burst_attention.geometry import Piece, Rows, count_rows, row_offset
+from burst_attention.lanes import Lanes, hurried
 from burst_attention.merge import normalised
 from burst_attention.ring import Parcel, Pending, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer
-from burst_attention.schedule.bundles import KEY_SIDE
+from burst_attention.schedule.bundles import KEY_SIDE, Heads
 from burst_attention.schedule.plan import OPERAND, RESULT
 from burst_attention.work import Work, state_of
 
@@ -140,7 +141,12 @@ class PhaseRun:
         self.under_way: list[tuple[int, Pending]] = []
         """Transfers posted and not waited for, with the round they are due in."""
         self.lanes = Lanes(home["q"].device if self._rounds_are_apart() else None)
-        work.take_in_alone(self.lanes)
+        kernel, computed_rounds = work.kernel, [step for step in self.rounds if step.pieces]
+        self.room = bool(self.lanes.streams) and all(
+            kernel.leaves_room(plan, step, work.scale) for step in computed_rounds
+        )
+        """Whether passes over memory run beside rounds, in a part of the chip."""
+        work.take_in_alone(self.lanes, self.room)
 
     def _rounds_are_apart(self) -> bool:
         """Whether on a GPU no round reads, or adds to, what another has written: what they give is laid aside.
@@ -167,13 +173,14 @@ class PhaseRun:
         self.lanes.join()
         if index and self.plan.arrival_slot(index) == 0:
             # Its buffers for what arrives are those of an earlier one. The round itself need not wait for this.
-            self.work.settle_arrived()
+            with self.lanes.beside():
+                self.work.settle_arrived()
         self._post(step)
+        if not index and not self.room:
+            # What it sends is packed first: otherwise the next round would wait for it after this one.
+            ready = self.lanes.ready()
         started = time.perf_counter()
-        with self.lanes.turn(ready):
-            self._compute_round(step)
-            if self.plan.straight:
-                self.work.settle_visiting()
+        self._compute_round(step, ready)
         self.computed = started, time.perf_counter() - started
 
     def end(self, index: int) -> None:
@@ -195,6 +202,23 @@ class PhaseRun:
         self.work.settle_visiting()
         if self.plan.results.fields and step.row_count:
             self._turn_over(step)
+        if step is self.rounds[-1] and step.heads is not None and self.lanes.streams:
+            self._finish_other_heads(step.heads)
+
+    def _finish_other_heads(self, heads: Heads) -> None:
+        """While the last round computes some heads at home, the gradients of the others, which are complete, are ended.
+
+        They get the room of buffers that nothing is read from any more.
+        """
+        del self.slots, self.computing, self.sending, self.held, self.outgoing
+        shapes = self.plan.shapes
+        # A key head of heads on both sides is none of the others.
+        (first, last), (first_key, last_key) = heads, shapes.key_heads(heads)
+        with self.lanes.beside():
+            self.work.finish_heads(
+                (0, first) if first else (last, shapes.heads),
+                (0, first_key) if first else (last_key, shapes.kv_heads),
+            )
 
     def _post(self, step: Round) -> None:
         """Post the round's transfers, those that are due together as one."""
@@ -216,7 +240,8 @@ class PhaseRun:
             offset = 0
             for first, last in rows:
                 part = view[:, :, offset : offset + last - first]
-                self.work.kernel.copy(part, self.home[name][:, :, first:last], beside=bool(self.lanes.streams))
+                with self.lanes.beside() if self.room else contextlib.nullcontext(), hurried(part):
+                    self.work.kernel.copy(part, self.home[name][:, :, first:last], beside=self.room)
                 offset += last - first
         return rows
 
@@ -252,18 +277,37 @@ class PhaseRun:
             start += other.row_count * (other.channel == RESULT and other.spans == transfer.spans)
         return start
 
-    def _compute_round(self, step: Round) -> None:
+    def _compute_round(self, step: Round, ready: Any) -> None:
         if not step.row_count:
             if step.pieces:
-                self._compute_home(step)
+                with self.lanes.turn(ready):
+                    self._compute_home(step)
             return
         if not step.pieces and not self.plan.results.fields:
             # It only passes through.
             return
-        visiting = self._densely(self.slots[self.plan.slot_of(step.index)].fields(0, step.row_count))
-        if self.plan.results.fields:
-            visiting |= self.computing.fields(0, step.row_count)
-        self.work.compute(step.pieces, {**self.staying, **visiting}, visiting.keys(), step is self.last_computed)
+        for pieces, first, count in self._portions(step):
+            with self.lanes.turn(ready):
+                visiting = self._densely(self.slots[self.plan.slot_of(step.index)].fields(first, count))
+                if self.plan.results.fields:
+                    visiting |= self.computing.fields(first, count)
+                self.work.compute(pieces, {**self.staying, **visiting}, visiting.keys(), step is self.last_computed)
+                if self.plan.straight:
+                    self.work.settle_visiting()
+
+    def _portions(self, step: Round) -> list[tuple[tuple[Piece, ...], int, int]]:
+        """A round's pieces with the visiting rows they are of, first and count: all at once, or, in lanes, one by one.
+
+        On one lane the second of two would be overtaken by the round after them.
+        """
+        if self.lanes.streams:
+            pieces = sorted(step.pieces, key=lambda piece: piece.k_first)
+            edges = [0, *(piece.k_first for piece in pieces[1:]), step.row_count]
+            if all(piece.k_first + piece.k_count <= edge for piece, edge in zip(pieces, edges[1:], strict=True)):
+                rows = dict(zip(pieces, itertools.pairwise(edges), strict=True))
+                moved = [(piece._replace(k_first=piece.k_first - rows[piece][0]), rows[piece]) for piece in step.pieces]
+                return [((piece,), first, last - first) for piece, (first, last) in moved]
+        return [(step.pieces, 0, step.row_count)]
 
     def _densely(self, fields: dict[str, Tensor]) -> dict[str, Tensor]:
         """Row statistics lie a whole row apart in a buffer, where loading them is slow: kernels get them in a row."""

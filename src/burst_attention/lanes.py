@@ -11,20 +11,33 @@ transfers, and what is packed for them, stay on the caller's stream:
 A round begins when the caller's stream was `ready` for it: its block is there, and whatever was laid aside before it
 may be freed, which is why lanes may allocate. What a round read is written again, and what it wrote is sent, by
 transfers that are posted after a `join`.
+
+Blocks of a kernel that was given to the GPU first are begun first, whatever stream they are from. A short pass over
+memory would so wait for nearly all of a tile that computes beside it, and what comes after it on its stream as well. So
+passes are `hurried`: in their place on a stream, but by way of another, of which the GPU takes blocks first. And a tile
+is not to overtake the one before it, whose results are waited for first: a turn comes after what `begins` the last.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 LANES = 2
 
-_lanes: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-"""By the stream they serve: memory that was allocated on a lane is kept for it."""
+HURRIED = -1
+"""A stream's priority; that of others is 0."""
+
+_lanes: dict[tuple[Any, ...], list[tuple[Any, Any]]] = {}
+"""By the stream they serve: first itself, then its lanes, each with the stream of its hurried passes. Memory that was
+allocated on a lane is kept for it."""
+_now = threading.local()
+"""`lanes` and `hurried`: of what this thread enqueues, the lanes it is part of and the stream of its hurried passes."""
 
 
 class Lanes:
@@ -32,8 +45,10 @@ class Lanes:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.caller: Any = None if device is None else torch.cuda.current_stream(device)
-        self.streams = () if device is None else _lanes_of(self.caller)
+        pairs = [] if device is None else _lanes_of(self.caller)
+        self.streams, self._hurried = tuple(lane for lane, _ in pairs[1:]), tuple(hurried for _, hurried in pairs)
         self.turns = 0
+        self._begun: Any = None
 
     @property
     def used(self) -> tuple[Any, ...]:
@@ -50,11 +65,28 @@ class Lanes:
         if not self.streams:
             yield
             return
-        lane = self.streams[self.turns % len(self.streams)]
+        number = self.turns % len(self.streams)
         self.turns += 1
-        lane.wait_event(ready)
-        with torch.cuda.stream(lane):
+        for event in (ready, self._begun) if self._begun else (ready,):
+            self.streams[number].wait_event(event)
+        with torch.cuda.stream(self.streams[number]), self._passes_on(1 + number):
             yield
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Passes on the caller's stream while rounds compute."""
+        with self._passes_on(0) if self.streams else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def _passes_on(self, number: int) -> Iterator[None]:
+        before = vars(_now).copy()
+        _now.lanes, _now.hurried = self, self._hurried[number]
+        try:
+            yield
+        finally:
+            vars(_now).clear()
+            vars(_now).update(before)
 
     def join(self) -> None:
         """What the caller's stream is given next comes after all rounds so far."""
@@ -78,8 +110,35 @@ class Lanes:
                 stream.wait_stream(current)
 
 
-def _lanes_of(caller: Any) -> tuple[Any, ...]:
+@contextlib.contextmanager
+def hurried(x: Tensor) -> Iterator[None]:
+    """A pass over memory such as x. Nothing is to be allocated in here: it would belong to the other stream."""
+    other = getattr(_now, "hurried", None)
+    if other is None:
+        yield
+        return
+    current = torch.cuda.current_stream(x.device)
+    other.wait_stream(current)
+    try:
+        with torch.cuda.stream(other):
+            yield
+    finally:
+        current.wait_stream(other)
+
+
+def begins(x: Tensor) -> None:
+    """Just before the tile of a turn, on tensors such as x."""
+    lanes: Lanes | None = getattr(_now, "lanes", None)
+    if lanes is not None:
+        lanes._begun = torch.cuda.current_stream(x.device).record_event()
+
+
+def _lanes_of(caller: Any) -> list[tuple[Any, Any]]:
     key = caller.device, caller.cuda_stream
     if key not in _lanes:
-        _lanes[key] = tuple(torch.cuda.Stream(caller.device) for _ in range(LANES))  # type: ignore[no-untyped-call]
+        lanes = [torch.cuda.Stream(caller.device) for _ in range(LANES)]  # type: ignore[no-untyped-call]
+        _lanes[key] = [
+            (stream, torch.cuda.Stream(caller.device, HURRIED))  # type: ignore[no-untyped-call]
+            for stream in (caller, *lanes)
+        ]
     return _lanes[key]

@@ -24,7 +24,7 @@ from torch import Tensor
 MAX_PARTIALS = 7
 """Partials that wait to be merged at once, whatever the number of ranks."""
 
-MAX_PARTS = 9
+MAX_PARTS = 12
 """Parts of a gradient that wait to be added at once, whatever the number of ranks."""
 
 MAX_SHARES = 5

@@ -130,8 +130,11 @@ def attention_gradients(
     home = dict(zip(TENSORS, (*saved, dout), strict=True))
     home["delta"] = kernel.row_delta(home["out"], dout, dlse, accumulate)
     home = {name: in_order(x, k_order if name in KEY_SIDE else q_order) for name, x in home.items()}
+    dtypes = {"q": dout.dtype, "k": key_dtype or dout.dtype, "v": key_dtype or dout.dtype}
     totals = {
-        f"d{name}": Accumulator(torch.empty(x.shape, dtype=accumulate, device=x.device), kernel.sum_parts)
+        f"d{name}": Accumulator(
+            torch.empty(x.shape, dtype=accumulate, device=x.device), kernel.sum_parts, result_dtype=dtypes[name]
+        )
         for name, x in zip("qkv", saved, strict=False)
         if name in needs
     }
@@ -139,10 +142,9 @@ def attention_gradients(
     run_groups(plan, phase, ring, home, BackwardWork(kernel, scale, totals))
     # Each accumulator goes as soon as it is cast.
     home.clear()
-    dtypes = dout.dtype, key_dtype or dout.dtype, key_dtype or dout.dtype
     dq, dk, dv = (
-        back_in_place(totals.pop(f"d{name}").finish(dtype), order) if name in needs else dout.new_empty(0)
-        for name, order, dtype in zip("qkv", (q_order, k_order, k_order), dtypes, strict=True)
+        back_in_place(totals.pop(f"d{name}").finish(dtypes[name]), order) if name in needs else dout.new_empty(0)
+        for name, order in zip("qkv", (q_order, k_order, k_order), strict=True)
     )
     return dq, dk, dv
 

@@ -5,16 +5,17 @@ Shapes: B batch, H query heads, S local query rows, E value head dim.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
 
 from burst_attention.geometry import Piece
-from burst_attention.lanes import Lanes
-from burst_attention.merge import State, clear, merge
+from burst_attention.lanes import Lanes, hurried
+from burst_attention.merge import Part, State, clear, merge
 from burst_attention.schedule.bundles import KEY_SIDE, Heads
 from burst_attention.tiles import GRADIENTS, Accumulator, BackwardInputs, Gradients, TileKernel
+from burst_attention.tiles.protocol import SumParts
 
 
 def state_of(fields: Mapping[str, Tensor]) -> State:
@@ -56,7 +57,7 @@ class ForwardWork:
         """Whether partials at home wait."""
         return self.home.deferred is not None
 
-    def take_in_alone(self, lanes: Lanes) -> None:
+    def take_in_alone(self, lanes: Lanes, room: bool) -> None:
         """Partials at home come from several lanes."""
         if self.home.deferred:
             self.home.deferred.alone = lanes.alone
@@ -67,6 +68,9 @@ class ForwardWork:
     def settle_arrived(self) -> None:
         """Nothing waits here either, where states travel."""
 
+    def finish_heads(self, heads: Heads, key_heads: Heads) -> None:
+        """A state is ended by its kernel, as a whole."""
+
 
 class BackwardWork:
     """How backward computes pieces and adds results: gradients grow at home; visiting ones are begun every round."""
@@ -75,7 +79,7 @@ class BackwardWork:
         self.kernel, self.scale, self.home = kernel, scale, home
         self.visiting: dict[str, Accumulator] = {}
         self.sum_visiting = kernel.sum_parts
-        self.in_lanes = False
+        self.room = False
 
     def of_heads(self, heads: Heads, key_heads: Heads) -> BackwardWork:
         """The same work at home for some heads."""
@@ -104,13 +108,13 @@ class BackwardWork:
         """Whether parts of gradients at home wait."""
         return all(total.waits for total in self.home.values())
 
-    def take_in_alone(self, lanes: Lanes) -> None:
-        """Parts of gradients at home come from several lanes, and visitors' are summed beside the next round."""
+    def take_in_alone(self, lanes: Lanes, room: bool) -> None:
+        """Parts of gradients at home come from several lanes; sums are made beside the next round if there is room."""
         for total in self.home.values():
             total.alone = lanes.alone
-        self.in_lanes = bool(lanes.streams)
-        if self.in_lanes and self.kernel.sum_parts is not None:
-            self.sum_visiting = partial(self.kernel.sum_parts, beside=True)
+        self.room = room
+        if lanes.streams and self.kernel.sum_parts is not None:
+            self.sum_visiting = partial(sum_hurried, self.kernel.sum_parts, room)
 
     def settle_visiting(self) -> None:
         """Take in what waits for visitors."""
@@ -120,7 +124,18 @@ class BackwardWork:
     def settle_arrived(self) -> None:
         """Take in what waits at home in buffers that are used again."""
         for total in self.home.values():
-            total.settle_borrowed(self.in_lanes)
+            total.settle_borrowed(self.room)
+
+    def finish_heads(self, heads: Heads, key_heads: Heads) -> None:
+        """End the gradients of some heads, for which nothing more is computed, beside a round of the others."""
+        for name, total in self.home.items():
+            total.finish_heads(*(key_heads if name in KEY_SIDE else heads), beside=self.room)
+
+
+def sum_hurried(sum_parts: SumParts, beside: bool, target: Tensor, parts: Sequence[Part], load: bool) -> None:
+    """Parts of a visitor's gradient, before what else there is to compute."""
+    with hurried(target):
+        sum_parts(target, parts, load=load, beside=beside)
 
 
 Work = ForwardWork | BackwardWork

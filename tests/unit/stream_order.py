@@ -96,7 +96,7 @@ class Machine:
             self.look_at_freed()
             yield
 
-    def stream(self, device: Any = None) -> Stream:
+    def stream(self, device: Any = None, priority: int = 0) -> Stream:
         """The next of a pool, as torch gives them: they come again when all are used."""
         with self._lock:
             self._given += 1

@@ -19,8 +19,8 @@ class FakeStream:
 
     numbers = itertools.count()
 
-    def __init__(self, device: str = "cuda:0") -> None:
-        self.device, self.cuda_stream = device, next(FakeStream.numbers)
+    def __init__(self, device: str = "cuda:0", priority: int = 0) -> None:
+        self.priority, self.device, self.cuda_stream = priority, device, next(FakeStream.numbers)
         self.after: frozenset[str] = frozenset()
 
     def enqueue(self, work: str) -> frozenset[str]:
@@ -47,8 +47,10 @@ def caller(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
     @contextlib.contextmanager
     def on(stream: FakeStream) -> Iterator[None]:
         streams.append(stream)
-        yield
-        streams.pop()
+        try:
+            yield
+        finally:
+            streams.pop()
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[-1])
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
@@ -98,6 +100,47 @@ def test_what_is_alone_comes_after_all_and_before_all(caller: FakeStream) -> Non
     assert "sum" in caller.after and "round 2" not in caller.after
     with lanes.alone():
         assert "round 2" in caller.after
+
+
+def test_a_turn_comes_after_what_begins_the_last(caller: FakeStream) -> None:
+    """But not after its tile."""
+    lanes, x = Lanes(torch.device("cuda:0")), torch.zeros(1)
+    ready = lanes.ready()
+    with lanes.turn(ready):
+        current().enqueue("cleared")
+        module.begins(x)
+        current().enqueue("tile 0")
+    with lanes.turn(ready):
+        assert current().after == {"cleared"}
+    module.begins(x)  # outside of a turn nothing is to be overtaken
+
+
+def test_a_hurried_pass_keeps_its_place(caller: FakeStream) -> None:
+    lanes, x = Lanes(torch.device("cuda:0")), torch.zeros(1)
+
+    def hurry(work: str) -> tuple[int, frozenset[str]]:
+        stream = current()
+        stream.enqueue(f"before {work}")
+        with module.hurried(x):
+            other, before = current(), current().enqueue(work)
+            assert other is not stream
+        assert work in stream.after
+        return other.priority, before
+
+    with lanes.turn(lanes.ready()):
+        assert hurry("on a lane") == (module.HURRIED, {"before on a lane"})
+    with lanes.beside():
+        assert hurry("on the caller's stream") == (module.HURRIED, {"before on the caller's stream"})
+    with module.hurried(x):
+        assert current() is caller, "nothing computes beside it"
+
+
+def test_a_pass_that_fails_is_waited_for(caller: FakeStream) -> None:
+    lanes = Lanes(torch.device("cuda:0"))
+    with pytest.raises(ValueError, match="bad"), lanes.beside(), module.hurried(torch.zeros(1)):
+        current().enqueue("half a pass")
+        raise ValueError("bad")
+    assert "half a pass" in caller.after
 
 
 def test_lanes_belong_to_a_stream(caller: FakeStream) -> None:

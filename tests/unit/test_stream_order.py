@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from burst_attention import Layout, Ring, burst_attention, causal, full, run_ranks
+from burst_attention import Layout, Ring, burst_attention, causal, engine, full, lanes, run_ranks, work
 from burst_attention.lanes import Lanes
 from burst_attention.reference import allowed_pairs, reference_gradients
 from burst_attention.ring import threads
 from tests.unit.stream_order import Machine
 
 pytest.importorskip("triton")
-from burst_attention.tiles import flash4, gpu, vendor
+from burst_attention.tiles import flash4, gpu, protocol, vendor
 from tests.unit import fake_gpu
 
 HEADS, DIM = 4, 16
@@ -57,7 +57,7 @@ def run(
     kv_heads: int,
     options: dict[str, Any] = STRAIGHT,
 ) -> int:
-    """Two calls on each rank, the second in memory of the first; returns how many rounds went to lanes."""
+    """Two calls on each rank, the second in memory of the first; returns how many turns lanes had."""
     fake_gpu.use_kernel(monkeypatch, kernel)
     monkeypatch.setattr("burst_attention.engine.Lanes", CountedLanes)
     CountedLanes.turns_of_all.clear()
@@ -118,8 +118,9 @@ def test_rounds_that_add_to_each_other_have_no_lanes(
     monkeypatch: pytest.MonkeyPatch, machine: Machine, options: dict[str, Any], kernel: str
 ) -> None:
     """A visitor adds in fp32, or to what comes from another; statistics lie in one place; groups take turns."""
-    rounds_of_forward = 0 if {"forward_direction", "head_groups"} & options.keys() else 2 * 4 * 3
-    assert run(monkeypatch, machine, kernel, 4, "causal", HEADS, options) == rounds_of_forward
+    # Of 4 ranks that run 3 rounds, in two calls; one of them has a round of two pieces, each with a turn.
+    turns_of_forward = 0 if {"forward_direction", "head_groups"} & options.keys() else 2 * (4 * 3 + 1)
+    assert run(monkeypatch, machine, kernel, 4, "causal", HEADS, options) == turns_of_forward
     assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
 
 
@@ -170,14 +171,28 @@ def given_back_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "merge_partials", merge_and_free)
 
 
-def sums_before_they_are_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = flash4.QuerySums.add
+def turns_that_overtake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash4, "begins", lambda x: None)
 
-    def add_at_once(self: Any, *given: Any) -> Any:
-        self.cleared = None
-        return add(self, *given)
 
-    monkeypatch.setattr(flash4.QuerySums, "add", add_at_once)
+def passes_that_do_not_wait(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
+    """What is hurried does not wait for its stream, or its stream does not wait for it."""
+
+    @contextlib.contextmanager
+    def hurried(x: Tensor) -> Iterator[None]:
+        current, other = torch.cuda.current_stream(), getattr(lanes._now, "hurried", None)
+        if other is None:
+            yield
+            return
+        if not before:
+            other.wait_stream(current)
+        with torch.cuda.stream(other):
+            yield
+        if before:
+            current.wait_stream(other)
+
+    for module in (engine, work, flash4, protocol):
+        monkeypatch.setattr(module, "hurried", hurried)
 
 
 def receives_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +215,13 @@ BROKEN: dict[str, tuple[str, int, Callable[[pytest.MonkeyPatch], None], str]] = 
         "cuDNN", 8, lambda patch: alone_without(patch, before=False), "has yet to sum_parts",
     ),
     "memory goes back too early": ("cuDNN", 8, given_back_inside, "has yet to merge_partials"),
-    "sums grow before they are cleared": ("FA4", 4, sums_before_they_are_cleared, "aten::zeros (write)"),
+    "sums grow before they are cleared": ("FA4", 4, turns_that_overtake, "aten::zero_ (write)"),
+    "a pass does not wait for its stream": (
+        "FA4", 4, lambda patch: passes_that_do_not_wait(patch, before=True), "does not wait for",
+    ),
+    "a stream does not wait for its passes": (
+        "FA4", 4, lambda patch: passes_that_do_not_wait(patch, before=False), "does not wait for",
+    ),
     "receives are not waited for": ("FA4", 3, receives_not_waited_for, "has yet to aten::copy_"),
 }  # fmt: skip
 """By what is left out: a kernel, a number of ranks, how it is left out, and what is to be said of it."""

@@ -200,7 +200,7 @@ def test_without_triton_a_gpu_gets_the_plain_kernel_and_a_warning(monkeypatch: p
 
 
 def test_parts_that_wait_hold_at_most_five_times_the_gradient() -> None:
-    """Nine halves may wait together, and five whole ones."""
+    """Twelve quarters may wait together, and five whole ones."""
     taken: list[int] = []
 
     def sum_parts(
@@ -208,7 +208,7 @@ def test_parts_that_wait_hold_at_most_five_times_the_gradient() -> None:
     ) -> None:
         taken.append(len(parts))
 
-    for rows, together in ((4, 9), (8, 5)):
+    for rows, together in ((2, 12), (8, 5)):
         total = Accumulator(torch.empty(1, 2, 8, 4), sum_parts)
         for _ in range(2 * together):
             total.add(0, torch.empty(1, 2, rows, 4))
@@ -263,6 +263,67 @@ def test_what_arrives_is_taken_in_beside_what_was_written_in_place() -> None:
     total.add(2, torch.ones(1, 1, 2, 4), borrowed=True)
     total.settle_borrowed()
     assert torch.equal(total.tensor[0, 0, :, 0], torch.tensor([1.0, 1.0, 2.0, 1.0]))
+
+
+class Grown:
+    """What a kernel adds to, here 1 everywhere."""
+
+    row, dtype = 0, torch.bfloat16
+
+    def __init__(self, heads: int) -> None:
+        self.shape = torch.Size((1, heads, 2, 4))
+
+    def take(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.ones(self.shape, dtype=self.dtype)
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("first", [0, 2])
+def test_some_heads_are_finished_before_others(first: int, settled: bool) -> None:
+    """What comes for the others, and what grows for them, is not looked at until all is finished."""
+    total = Accumulator(torch.full((1, 4, 2, 4), torch.nan), add_up, result_dtype=torch.bfloat16)
+    others = 2 - first
+    total.heads(first, first + 2).add(0, torch.full((1, 2, 2, 4), 2.0))
+    total.growing("all heads", lambda: Grown(4))
+    if settled:
+        total.settle()
+    else:
+        total.add(1, torch.full((1, 4, 1, 4), 4.0), borrowed=True)
+    later = torch.full((1, 2, 2, 4), torch.nan)
+    total.heads(others, others + 2).add(0, later)
+    grown = total.growing("others", lambda: Grown(2), head=others)
+    total.finish_heads(first, first + 2)
+    assert list(total._growing.values()) == [grown]
+    later.fill_(8.0)
+    wanted = torch.ones(1, 4, 2, 4)
+    wanted[:, first : first + 2] += 2.0
+    wanted[:, others : others + 2] += 9.0
+    if not settled:
+        wanted[:, :, 1] += 4.0
+    found = total.finish(torch.bfloat16)
+    assert found.dtype == torch.bfloat16 and torch.equal(found.float(), wanted)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_heads_without_parts_are_finished_too(begun: bool) -> None:
+    total = Accumulator(torch.full((1, 4, 2, 4), torch.nan), add_up, result_dtype=torch.bfloat16)
+    if begun:
+        total.add(0, torch.ones(1, 4, 2, 4))
+        total.settle()
+    total.finish_heads(0, 2)
+    assert torch.equal(total.finish(torch.bfloat16), torch.full((1, 4, 2, 4), float(begun), dtype=torch.bfloat16))
+
+
+def test_heads_are_not_finished_early_where_nothing_is_gained() -> None:
+    """One that is no other dtype than what it is summed in, or whose parts do not wait, ends as a whole."""
+    for total in (
+        Accumulator(torch.zeros(1, 4, 2, 4), add_up, result_dtype=torch.float32),
+        Accumulator(torch.zeros(1, 4, 2, 4), result_dtype=torch.bfloat16),
+        Accumulator(torch.zeros(1, 4, 2, 4), add_up),
+    ):
+        total.finish_heads(0, 2)
+        total.add(0, torch.ones(1, 4, 2, 4))
+        assert torch.equal(total.finish(torch.float32), torch.ones(1, 4, 2, 4))
 
 
 def test_a_plan_counts_the_workspace_of_who_would_compute_on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,9 +49,17 @@ class CudaKernel(DeferringKernel):
 
     def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
         """Where our own kernel computes none of the pieces: that one adds to what is there."""
+        return "triton" not in self._names(phase, step, scale)
+
+    def leaves_room(self, phase: PhasePlan, step: Round, scale: float) -> bool:
+        kernels = (self.vendors.get(name) or self.triton for name in self._names(phase, step, scale))
+        return all(kernel.leaves_room(phase, step, scale) for kernel in kernels)
+
+    def _names(self, phase: PhasePlan, step: Round, scale: float) -> set[str]:
+        """Of those who compute a round's pieces."""
         dims = phase.shapes.head_dim, phase.shapes.value_dim
         chosen = (chosen_for(phase.phase, piece, dims, phase.shapes.dtype, None, scale) for piece in step.pieces)
-        return all("triton" not in found.values() for found in chosen)
+        return {name for found in chosen for name in found.values()}
 
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         groups = self._groups("forward", pieces, q, v, scale)

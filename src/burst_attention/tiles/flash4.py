@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from burst_attention.geometry import Piece
+from burst_attention.lanes import begins, hurried
 from burst_attention.schedule import Bundle, PhasePlan, Round, Shapes
 from burst_attention.schedule.bundles import Heads
 from burst_attention.tiles.fused import padded_statistics
@@ -189,9 +190,10 @@ class QuerySums:
         self.config = _config(q.shape[3], self.causal)
         rounded = -(-q.shape[2] // self.config.m_block_size) * self.config.m_block_size
         self.lse, self.delta = padded_statistics(lse, delta, rounded, per_key)
-        self.sums = torch.zeros(*self.lse.shape[:2], rounded * q.shape[3], dtype=torch.float32, device=q.device)
-        # Rounds that take turns on streams add to them at the same time, once they are cleared.
-        self.cleared = torch.cuda.current_stream(q.device).record_event() if q.is_cuda else None
+        self.sums = torch.empty(*self.lse.shape[:2], rounded * q.shape[3], dtype=torch.float32, device=q.device)
+        # Other lanes may add to them once they are cleared: their turns come after what `begins` this one.
+        with hurried(q):
+            self.sums.zero_()
 
     def add(
         self, dout: Tensor, k: Tensor, v: Tensor, places: Sequence[Tensor | None]
@@ -200,14 +202,13 @@ class QuerySums:
 
         Where there is a place for all of dk, or of dv, it is written there.
         """
-        if self.cleared is not None:
-            torch.cuda.current_stream(self.q.device).wait_event(self.cleared)
         q, dout = (_queries(x, self.per_key) for x in (self.q, dout))
         k, v = (_keys(x, self.per_key) for x in (k, v))
         dk, dv = (
             torch.empty(x.shape, dtype=x.dtype, device=x.device) if place is None else place.transpose(1, 2)
             for x, place in zip((k, v), places, strict=True)
         )
+        begins(self.q)
         start(_launch)(self.config, self.causal, q, k, v, dout, self.lse, self.delta, self.sums, dk, dv, self.scale)
         if self.per_key == 1:
             return [dk.transpose(1, 2)], [dv.transpose(1, 2)]
@@ -218,7 +219,8 @@ class QuerySums:
         batch, heads, rows, dim = self.q.shape
         if out is None:
             out = torch.empty(batch, rows, heads, dim, dtype=self.q.dtype, device=self.q.device).transpose(1, 2)
-        start(_cast)(self.config, self.sums, _queries(out, self.per_key), self.scale)
+        with hurried(out):
+            start(_cast)(self.config, self.sums, _queries(out, self.per_key), self.scale)
         return out
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from burst_attention.lanes import hurried
 from burst_attention.merge import MAX_PARTIALS, Part, Partial, State
 from burst_attention.tiles.start import start
 from burst_attention.tiles.triton_forward import LN_2, LOG2_E
@@ -298,7 +299,8 @@ def padded_statistics(lse: Tensor, delta: Tensor, padded: int, per_key: int) -> 
     batch, heads, rows = lse.shape
     shape = batch * per_key, heads // per_key, padded
     results = tuple(torch.empty(shape, dtype=torch.float32, device=lse.device) for _ in range(2))
-    start(_statistics_kernel[(triton.cdiv(padded, STATISTICS_ROWS), batch * heads)])(
-        lse, delta, *results, lse.stride(), delta.stride(), heads, per_key, rows, padded, BLOCK=STATISTICS_ROWS
-    )
+    with hurried(lse):
+        start(_statistics_kernel[(triton.cdiv(padded, STATISTICS_ROWS), batch * heads)])(
+            lse, delta, *results, lse.stride(), delta.stride(), heads, per_key, rows, padded, BLOCK=STATISTICS_ROWS
+        )
     return results[0], results[1]

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from burst_attention.geometry import Piece
+from burst_attention.lanes import hurried
 from burst_attention.merge import MAX_PARTS, MAX_SHARES, Part, State, finish
 from burst_attention.schedule import Bundle, PhasePlan, Round
+from burst_attention.schedule.bundles import Heads
 
 GRADIENTS = ("dq", "dk", "dv")
 DELTA_ENTRIES = 2**16
@@ -62,8 +64,18 @@ class Accumulator:
     and a few are added in one pass.
     """
 
-    def __init__(self, tensor: Tensor, sum_parts: SumParts | None = None, untouched: bool = True) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        sum_parts: SumParts | None = None,
+        untouched: bool = True,
+        result_dtype: torch.dtype | None = None,
+    ) -> None:
         self.tensor, self.untouched = tensor, untouched
+        self._result_dtype = result_dtype
+        """Of what it is to be finished as, where some heads may be finished before others."""
+        self._result: Tensor | None = None
+        self._finished = (0, 0)
         self._sum_parts = sum_parts
         self._waiting: list[Part] = []
         self._borrowed: list[Part] = []
@@ -71,6 +83,8 @@ class Accumulator:
         self._held = 0
         """Numbers in parts that wait and are not borrowed."""
         self._growing: dict[tuple[Hashable, int], GrowingPart] = {}
+        self._taken: list[GrowingPart] = []
+        """Those that grew: kept until others may have their memory, which is when what is `alone` has ended."""
         self._placed: list[tuple[int, int]] = []
         self.alone: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """What parts are taken in under, where several streams of a GPU make them (lanes.py)."""
@@ -133,14 +147,13 @@ class Accumulator:
         if self._placed:
             self.settle()
         elif self._borrowed and self._sum_parts is not None:
-            self._sum_parts(self.tensor, self._borrowed, load=not self.untouched, beside=beside)
+            with hurried(self.tensor):
+                self._sum_parts(self.tensor, self._borrowed, load=not self.untouched, beside=beside)
             self._borrowed.clear()
             self.untouched = False
 
     def settle(self) -> Tensor:
         """Take in what waits and return the tensor, ready to be added to."""
-        # Kept until others may have their memory, which is when what is alone has ended.
-        grown = list(self._growing.values())
         with self.alone():
             self._take_grown()
             self._fill_gaps()
@@ -148,7 +161,7 @@ class Accumulator:
                 self._sum_parts(self.tensor, self._parts, load=not self.untouched)
             elif self.untouched:
                 self.tensor.zero_()
-        grown.clear()
+        self._taken.clear()
         self.untouched = False
         self._waiting.clear()
         self._borrowed.clear()
@@ -166,14 +179,18 @@ class Accumulator:
         self._placed.clear()
         self.untouched = False
 
-    def _take_grown(self) -> None:
+    def _take_grown(self, heads: Heads | None = None) -> None:
+        """Parts that grew, or those of them that have some of these heads."""
         for key in list(self._growing):
-            grown = self._growing.pop(key)
+            grown, head = self._growing[key], key[1]
+            if heads is not None and not (head < heads[1] and heads[0] < head + grown.shape[1]):
+                continue
+            self._taken.append(self._growing.pop(key))
             whole = grown.shape[1] == self.tensor.shape[1]
             place = self.place(grown.row, grown.shape[2], grown.dtype) if whole else None
             part = grown.take(place)
             if place is None:
-                self._waiting.append(Part(grown.row, key[1], part))
+                self._waiting.append(Part(grown.row, head, part))
 
     @property
     def _parts(self) -> list[Part]:
@@ -190,18 +207,48 @@ class Accumulator:
         self.untouched = False
         return self.tensor
 
+    def finish_heads(self, first: int, last: int, beside: bool = False) -> None:
+        """Finish heads to which nothing more is added, before others are computed; `finish` then does the rest."""
+        if first == last or self._sum_parts is None or self._result_dtype in (None, self.tensor.dtype):
+            return
+        self._take_grown((first, last))
+        self._result, self._finished = torch.empty_like(self.tensor, dtype=self._result_dtype), (first, last)
+        with hurried(self.tensor):
+            self._sum_heads(first, last, beside)
+
+    def _sum_heads(self, first: int, last: int, beside: bool = False) -> None:
+        """The result of some heads."""
+        if first == last:
+            return
+        assert self._result is not None and self._sum_parts is not None
+        parts = [
+            Part(row, max(head - first, 0), x[:, max(first - head, 0) : last - head])
+            for row, head, x in self._parts
+            if head < last and first < head + x.shape[1]
+        ]
+        total, out = self.tensor[:, first:last], self._result[:, first:last]
+        if parts:
+            self._sum_parts(total, parts, load=not self.untouched, out=out, beside=beside)
+        elif self.untouched:
+            out.zero_()
+        else:
+            out.copy_(total)
+
     def finish(self, dtype: torch.dtype) -> Tensor:
         """The gradient in the dtype of its input, with what waits added in the same pass."""
-        grown = list(self._growing.values())
         with self.alone():
             self._take_grown()
             self._fill_gaps()
-            if not self._parts or self._sum_parts is None or self.tensor.dtype == dtype:
+            if self._result is not None:
+                result = self._result
+                self._sum_heads(0, self._finished[0])
+                self._sum_heads(self._finished[1], result.shape[1])
+            elif not self._parts or self._sum_parts is None or self.tensor.dtype == dtype:
                 result = self.settle().to(dtype)
             else:
                 result = torch.empty_like(self.tensor, dtype=dtype)
                 self._sum_parts(self.tensor, self._parts, load=not self.untouched, out=result)
-        grown.clear()
+        self._taken.clear()
         return result
 
     def heads(self, first: int, last: int) -> Accumulator:
@@ -307,6 +354,10 @@ class TileKernel(ABC):
     def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
         """Whether gradients of a round come as parts in the dtype of the inputs, which are summed and stored once."""
         return False
+
+    def leaves_room(self, phase: PhasePlan, step: Round, scale: float) -> bool:
+        """Whether on a GPU a round's kernels give up parts of the chip before they end, for passes over memory."""
+        return True
 
     sum_parts: SumParts | None = None
     """How several parts of a gradient are added in one pass, for kernels that let them wait."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from burst_attention.geometry import Piece, moved_rows
+from burst_attention.lanes import begins
 from burst_attention.merge import MAX_PARTIALS, MAX_PARTS, MAX_SHARES, Partial, State
 from burst_attention.schedule import Bundle, PhasePlan, Round
 from burst_attention.tiles import flash4
@@ -62,6 +63,7 @@ class VendorKernel(DeferringKernel):
         for piece in pieces:
             queries, keys = rows_of(piece)
             make_room(state)
+            begins(q)
             out, lse = self.attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], not piece.is_full, scale)
             add_partial(state, Partial(piece.q_first, out, lse))
 
@@ -73,6 +75,7 @@ class VendorKernel(DeferringKernel):
             for total, where in zip(gradients, (queries, keys, keys), strict=True):
                 if total is not None:
                     total.make_room(where.stop - where.start)
+            begins(q)
             parts = self.gradients(
                 dout, q, x.k[:, :, keys], x.v[:, :, keys], out, lse.contiguous(), not piece.is_full, scale
             )
@@ -96,6 +99,10 @@ class CudnnKernel(VendorKernel):
 
     name = "cudnn"
     copies_out = True
+
+    def leaves_room(self, phase: PhasePlan, step: Round, scale: float) -> bool:
+        """A block for every core, each of which computes until all is done."""
+        return False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
