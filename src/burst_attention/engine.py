@@ -73,6 +73,7 @@ def run_phase(runs: Sequence[PhaseRun]) -> None:
                 run.begin(at)
         for run in runs:
             run.end(at)
+            run.finish_heads()
     except BaseException as error:
         first.ring.fail(f"{first.plan.phase} round {at}", error)
         # What waits is let go, whichever stream it is from; where the device itself has failed, its error counts.
@@ -202,23 +203,31 @@ class PhaseRun:
         self.work.settle_visiting()
         if self.plan.results.fields and step.row_count:
             self._turn_over(step)
-        if step is self.rounds[-1] and step.heads is not None and self.lanes.streams:
-            self._finish_other_heads(step.heads)
 
-    def _finish_other_heads(self, heads: Heads) -> None:
-        """While the last round computes some heads at home, the gradients of the others, which are complete, are ended.
+    def finish_heads(self) -> None:
+        """End gradients head by head: each lane of the last round those that it computes, and others are complete.
 
         They get the room of buffers that nothing is read from any more.
         """
+        step, heads = self.rounds[-1], self.rounds[-1].heads
+        if heads is None or not self.lanes.streams:
+            return
         del self.slots, self.computing, self.sending, self.held, self.outgoing
-        shapes = self.plan.shapes
+        self.work.begin_results(self.lanes)
+        ready = self.lanes.ready()
+        shapes, (first, last) = self.plan.shapes, heads
         # A key head of heads on both sides is none of the others.
-        (first, last), (first_key, last_key) = heads, shapes.key_heads(heads)
+        first_key, last_key = shapes.key_heads(heads)
         with self.lanes.beside():
             self.work.finish_heads(
                 (0, first) if first else (last, shapes.heads),
                 (0, first_key) if first else (last_key, shapes.kv_heads),
             )
+        portions = self._home_heads(step)
+        for lane, portion in zip(self.lanes.last(len(portions)), portions, strict=True):
+            assert portion is not None
+            with self.lanes.on(lane, ready):
+                self.work.finish_heads(portion, shapes.key_heads(portion))
 
     def _post(self, step: Round) -> None:
         """Post the round's transfers, those that are due together as one."""
@@ -279,9 +288,9 @@ class PhaseRun:
 
     def _compute_round(self, step: Round, ready: Any) -> None:
         if not step.row_count:
-            if step.pieces:
+            for heads in self._home_heads(step) if step.pieces else ():
                 with self.lanes.turn(ready):
-                    self._compute_home(step)
+                    self._compute_home(step, heads)
             return
         if not step.pieces and not self.plan.results.fields:
             # It only passes through.
@@ -317,11 +326,21 @@ class PhaseRun:
             self.work.kernel.copy(fields[name], scattered)
         return fields
 
-    def _compute_home(self, step: Round) -> None:
-        if step.heads is None:
+    def _home_heads(self, step: Round) -> list[Heads | None]:
+        """The heads of a round at home; those of the last in two halves, where one is ended beside the other."""
+        if step.heads is None or step is not self.rounds[-1] or not self.room:
+            return [step.heads]
+        first, last = step.heads
+        middle = (first + last) // 2
+        halves: list[Heads | None] = [(first, middle), (middle, last)]
+        (_, above), (below, _) = map(self.plan.shapes.key_heads, ((first, middle), (middle, last)))
+        return halves if first < middle and above == below else [step.heads]
+
+    def _compute_home(self, step: Round, heads: Heads | None) -> None:
+        if heads is None:
             self.work.compute(step.pieces, self.home, (), step is self.last_computed)
             return
-        heads, key_heads = step.heads, self.plan.shapes.key_heads(step.heads)
+        key_heads = self.plan.shapes.key_heads(heads)
         of = {name: slice(*(key_heads if name in KEY_SIDE else heads)) for name in self.home}
         home = {name: x[:, of[name]] for name, x in self.home.items()}
         self.work.of_heads(heads, key_heads).compute(step.pieces, home, ())

@@ -55,6 +55,10 @@ class Lanes:
         """Lanes that had a turn; to wait for others would wait for something outside of a CUDA graph's capture."""
         return self.streams[: self.turns]
 
+    def last(self, count: int) -> list[Any]:
+        """The lanes of the last turns, the latest last."""
+        return [self.streams[turn % len(self.streams)] for turn in range(self.turns - count, self.turns)]
+
     def ready(self) -> Any:
         """A mark that the next round waits for: all that the caller's stream has been given so far."""
         return self.caller.record_event() if self.caller else None
@@ -65,11 +69,18 @@ class Lanes:
         if not self.streams:
             yield
             return
-        number = self.turns % len(self.streams)
+        lane = self.streams[self.turns % len(self.streams)]
         self.turns += 1
-        for event in (ready, self._begun) if self._begun else (ready,):
-            self.streams[number].wait_event(event)
-        with torch.cuda.stream(self.streams[number]), self._passes_on(1 + number):
+        if self._begun is not None:
+            lane.wait_event(self._begun)
+        with self.on(lane, ready):
+            yield
+
+    @contextlib.contextmanager
+    def on(self, lane: Any, ready: Any) -> Iterator[None]:
+        """What is enqueued in here goes to a lane, behind all that it has."""
+        lane.wait_event(ready)
+        with torch.cuda.stream(lane), self._passes_on(1 + self.streams.index(lane)):
             yield
 
     @contextlib.contextmanager

@@ -68,8 +68,11 @@ class ForwardWork:
     def settle_arrived(self) -> None:
         """Nothing waits here either, where states travel."""
 
-    def finish_heads(self, heads: Heads, key_heads: Heads) -> None:
+    def begin_results(self, lanes: Lanes) -> None:
         """A state is ended by its kernel, as a whole."""
+
+    def finish_heads(self, heads: Heads, key_heads: Heads) -> None:
+        """No heads of it by themselves."""
 
 
 class BackwardWork:
@@ -126,8 +129,15 @@ class BackwardWork:
         for total in self.home.values():
             total.settle_borrowed(self.room)
 
+    def begin_results(self, lanes: Lanes) -> None:
+        """Make ready for `finish_heads`: what is there of all heads is taken in."""
+        self.visiting.clear()
+        with lanes.beside():
+            for total in self.home.values():
+                total.begin_result()
+
     def finish_heads(self, heads: Heads, key_heads: Heads) -> None:
-        """End the gradients of some heads, for which nothing more is computed, beside a round of the others."""
+        """End the gradients of some heads, for which nothing more is computed, maybe beside others."""
         for name, total in self.home.items():
             total.finish_heads(*(key_heads if name in KEY_SIDE else heads), beside=self.room)
 

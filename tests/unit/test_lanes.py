@@ -137,9 +137,14 @@ def test_a_hurried_pass_keeps_its_place(caller: FakeStream) -> None:
 
 def test_a_pass_that_fails_is_waited_for(caller: FakeStream) -> None:
     lanes = Lanes(torch.device("cuda:0"))
-    with pytest.raises(ValueError, match="bad"), lanes.beside(), module.hurried(torch.zeros(1)):
-        current().enqueue("half a pass")
-        raise ValueError("bad")
+
+    def fail() -> None:
+        with lanes.beside(), module.hurried(torch.zeros(1)):
+            current().enqueue("half a pass")
+            raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad"):
+        fail()
     assert "half a pass" in caller.after
 
 

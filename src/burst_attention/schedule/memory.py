@@ -29,8 +29,23 @@ def peak_bytes(plan: Plan, rank: int) -> int:
     if plan.backward is None:
         return forward
     kept = _row_bytes(plan.forward, ("out", "lse"), rank, plan)
-    backward = accumulator_bytes(plan, rank, "backward") + phase_bytes(plan.backward, rank, plan.kernel, plan.groups)
+    rounds = phase_bytes(plan.backward, rank, plan.kernel, plan.groups)
+    backward = accumulator_bytes(plan, rank, "backward") + max(rounds, ending_bytes(plan, plan.backward, rank))
     return max(forward, kept + backward)
+
+
+def ending_bytes(plan: Plan, phase: PhasePlan, rank: int) -> int:
+    """Of a last round at home, beside which gradients are ended: most buffers are gone, and there are results."""
+    last = phase.rounds[rank][-1]
+    if plan.kernel is None or last.heads is None or not phase.straight:
+        return 0
+    rows = phase.result_slot_rows(rank)
+    arrived = (phase.arrival_slots * rows.received + rows.received_long) * phase.results.row_bytes
+    gradients = _row_bytes(phase, tuple(f"d{name}" for name in phase.needs), rank, plan)
+    results = gradients * phase.shapes.dtype.itemsize // phase.shapes.accumulate_dtype.itemsize
+    of_heads = replace(phase, shapes=phase.shapes.of_heads(last.heads))
+    work = plan.kernel.workspace_bytes(of_heads, last, None) + plan.kernel.ending_bytes(of_heads, last)
+    return arrived + results + work
 
 
 def phase_bytes(phase: PhasePlan, rank: int, kernel: TileCosts | None, groups: int) -> int:

@@ -44,6 +44,9 @@ class CudaKernel(DeferringKernel):
         kernels = [self.vendors.get(name) or self.triton for name in names]
         return max(kernel.workspace_bytes(phase, step, visiting) for kernel in kernels)
 
+    def ending_bytes(self, phase: PhasePlan, step: Round) -> int:
+        return max(kernel.ending_bytes(phase, step) for kernel in self.vendors.values())
+
     def facts(self, device: torch.device | None = None) -> tuple[Hashable, ...]:
         return facts(device)
 

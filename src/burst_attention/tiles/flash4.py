@@ -117,7 +117,7 @@ def workspace_bytes(phase: PhasePlan, step: Round, visiting: Bundle | None) -> i
         sums = _sum_rows([step], step)
         casts, parts = 0 if "dq" in placed else sums, 0
     else:
-        before = next(rounds[: step.index] for rounds in phase.rounds if rounds[step.index] == step)
+        before = _rounds_before(phase, step)
         sums = _sum_rows((*before, step), step)
         # A ring of one has no buffers that would be gone: dq is there twice when it ends.
         casts = 2 * sums if phase.topology.size == 1 else 0
@@ -125,6 +125,18 @@ def workspace_bytes(phase: PhasePlan, step: Round, visiting: Bundle | None) -> i
         parts = 2 * _home_key_rows(before, step) + (2 - in_place) * keys
     statistics = 2 * shapes.batch * shapes.heads * (sums + triangles)
     return ((sums + triangles) * 4 + (casts + triangles + parts) * size) * row + 4 * statistics
+
+
+def cast_bytes(phase: PhasePlan, step: Round) -> int:
+    """What sums of dq that stay are cast to, where that is done beside a last round."""
+    if phase.direction == "query":
+        return 0
+    row = phase.shapes.batch * phase.shapes.heads * phase.shapes.head_dim
+    return _sum_rows((*_rounds_before(phase, step), step), step) * row * phase.shapes.dtype.itemsize
+
+
+def _rounds_before(phase: PhasePlan, step: Round) -> tuple[Round, ...]:
+    return next(rounds[: step.index] for rounds in phase.rounds if rounds[step.index] == step)
 
 
 def _sum_rows(rounds: Iterable[Round], step: Round) -> int:

@@ -135,6 +135,9 @@ class FlashKernel(VendorKernel):
         per_key = phase.shapes.heads // phase.shapes.kv_heads
         return flash4.workspace_bytes(phase, step, visiting) + waiting_bytes(phase, per_key, grows=True)
 
+    def ending_bytes(self, phase: PhasePlan, step: Round) -> int:
+        return flash4.cast_bytes(phase, step) if flash4.serves_backward(phase.shapes) else 0
+
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         by_itself = [piece for piece in pieces if flash4.serves(piece, x, scale)]
         for piece in by_itself:
