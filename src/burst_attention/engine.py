@@ -22,7 +22,7 @@ from burst_attention.lanes import Lanes, hurried
 from burst_attention.merge import normalised
 from burst_attention.ring import Parcel, Pending, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer
-from burst_attention.schedule.bundles import KEY_SIDE, Heads
+from burst_attention.schedule.bundles import KEY_SIDE
 from burst_attention.schedule.plan import OPERAND, RESULT
 from burst_attention.work import Work, state_of
 
@@ -205,29 +205,24 @@ class PhaseRun:
             self._turn_over(step)
 
     def finish_heads(self) -> None:
-        """End gradients head by head: each lane of the last round those that it computes, and others are complete.
+        """End gradients of the heads that the last round does not compute beside it, and then, in its lane, of those.
 
         They get the room of buffers that nothing is read from any more.
         """
-        step, heads = self.rounds[-1], self.rounds[-1].heads
+        heads, shapes = self.rounds[-1].heads, self.plan.shapes
         if heads is None or not self.lanes.streams:
             return
         del self.slots, self.computing, self.sending, self.held, self.outgoing
-        self.work.begin_results(self.lanes)
-        ready = self.lanes.ready()
-        shapes, (first, last) = self.plan.shapes, heads
         # A key head of heads on both sides is none of the others.
-        first_key, last_key = shapes.key_heads(heads)
+        (first, last), (first_key, last_key) = heads, shapes.key_heads(heads)
+        others = (0, first) if first else (last, shapes.heads)
+        other_keys = (0, first_key) if first else (last_key, shapes.kv_heads)
         with self.lanes.beside():
-            self.work.finish_heads(
-                (0, first) if first else (last, shapes.heads),
-                (0, first_key) if first else (last_key, shapes.kv_heads),
-            )
-        portions = self._home_heads(step)
-        for lane, portion in zip(self.lanes.last(len(portions)), portions, strict=True):
-            assert portion is not None
-            with self.lanes.on(lane, ready):
-                self.work.finish_heads(portion, shapes.key_heads(portion))
+            self.work.begin_results()
+            ready = self.lanes.ready()
+            self.work.finish_heads(others, other_keys)
+        with self.lanes.again(ready):
+            self.work.finish_heads(heads, (first_key, last_key))
 
     def _post(self, step: Round) -> None:
         """Post the round's transfers, those that are due together as one."""
@@ -288,9 +283,9 @@ class PhaseRun:
 
     def _compute_round(self, step: Round, ready: Any) -> None:
         if not step.row_count:
-            for heads in self._home_heads(step) if step.pieces else ():
+            if step.pieces:
                 with self.lanes.turn(ready):
-                    self._compute_home(step, heads)
+                    self._compute_home(step)
             return
         if not step.pieces and not self.plan.results.fields:
             # It only passes through.
@@ -326,21 +321,11 @@ class PhaseRun:
             self.work.kernel.copy(fields[name], scattered)
         return fields
 
-    def _home_heads(self, step: Round) -> list[Heads | None]:
-        """The heads of a round at home; those of the last in two halves, where one is ended beside the other."""
-        if step.heads is None or step is not self.rounds[-1] or not self.room:
-            return [step.heads]
-        first, last = step.heads
-        middle = (first + last) // 2
-        halves: list[Heads | None] = [(first, middle), (middle, last)]
-        (_, above), (below, _) = map(self.plan.shapes.key_heads, ((first, middle), (middle, last)))
-        return halves if first < middle and above == below else [step.heads]
-
-    def _compute_home(self, step: Round, heads: Heads | None) -> None:
-        if heads is None:
+    def _compute_home(self, step: Round) -> None:
+        if step.heads is None:
             self.work.compute(step.pieces, self.home, (), step is self.last_computed)
             return
-        key_heads = self.plan.shapes.key_heads(heads)
+        heads, key_heads = step.heads, self.plan.shapes.key_heads(step.heads)
         of = {name: slice(*(key_heads if name in KEY_SIDE else heads)) for name in self.home}
         home = {name: x[:, of[name]] for name, x in self.home.items()}
         self.work.of_heads(heads, key_heads).compute(step.pieces, home, ())

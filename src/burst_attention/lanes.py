@@ -55,10 +55,6 @@ class Lanes:
         """Lanes that had a turn; to wait for others would wait for something outside of a CUDA graph's capture."""
         return self.streams[: self.turns]
 
-    def last(self, count: int) -> list[Any]:
-        """The lanes of the last turns, the latest last."""
-        return [self.streams[turn % len(self.streams)] for turn in range(self.turns - count, self.turns)]
-
     def ready(self) -> Any:
         """A mark that the next round waits for: all that the caller's stream has been given so far."""
         return self.caller.record_event() if self.caller else None
@@ -69,18 +65,18 @@ class Lanes:
         if not self.streams:
             yield
             return
-        lane = self.streams[self.turns % len(self.streams)]
         self.turns += 1
-        if self._begun is not None:
-            lane.wait_event(self._begun)
-        with self.on(lane, ready):
+        with self.again(ready, self._begun):
             yield
 
     @contextlib.contextmanager
-    def on(self, lane: Any, ready: Any) -> Iterator[None]:
-        """What is enqueued in here goes to a lane, behind all that it has."""
-        lane.wait_event(ready)
-        with torch.cuda.stream(lane), self._passes_on(1 + self.streams.index(lane)):
+    def again(self, *events: Any) -> Iterator[None]:
+        """What is enqueued in here goes to the lane that had the last turn."""
+        number = (self.turns - 1) % len(self.streams)
+        for event in events:
+            if event is not None:
+                self.streams[number].wait_event(event)
+        with torch.cuda.stream(self.streams[number]), self._passes_on(1 + number):
             yield
 
     @contextlib.contextmanager

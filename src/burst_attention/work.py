@@ -68,7 +68,7 @@ class ForwardWork:
     def settle_arrived(self) -> None:
         """Nothing waits here either, where states travel."""
 
-    def begin_results(self, lanes: Lanes) -> None:
+    def begin_results(self) -> None:
         """A state is ended by its kernel, as a whole."""
 
     def finish_heads(self, heads: Heads, key_heads: Heads) -> None:
@@ -129,12 +129,11 @@ class BackwardWork:
         for total in self.home.values():
             total.settle_borrowed(self.room)
 
-    def begin_results(self, lanes: Lanes) -> None:
+    def begin_results(self) -> None:
         """Make ready for `finish_heads`: what is there of all heads is taken in."""
         self.visiting.clear()
-        with lanes.beside():
-            for total in self.home.values():
-                total.begin_result()
+        for total in self.home.values():
+            total.begin_result()
 
     def finish_heads(self, heads: Heads, key_heads: Heads) -> None:
         """End the gradients of some heads, for which nothing more is computed, maybe beside others."""

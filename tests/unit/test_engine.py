@@ -55,7 +55,9 @@ def test_groups_of_heads_change_places_after_a_round_or_after_a_turn_of_a_host(
 
         plan = SimpleNamespace(phase="backward", topology=DoubleRing(3 * per_host, per_host))
         begin = lambda index: done.append(f"{name}{index}")  # noqa: E731
-        return SimpleNamespace(rounds=range(rounds), ring=None, plan=plan, begin=begin, end=end, finish_heads=lambda: None, lanes=Lanes())
+        return SimpleNamespace(
+            rounds=range(rounds), ring=None, plan=plan, begin=begin, end=end, finish_heads=lambda: None, lanes=Lanes()
+        )
 
     run_phase([group("a"), group("b")])
     assert done == order.split()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burst_attention.lanes import HURRIED
 from burst_attention.ring.base import DEFAULT_TIMEOUT, Inbox, Pending, Ring
 
 _numbers = itertools.count()
@@ -30,7 +31,7 @@ class LoneRing(Ring):
         self.copied: list[tuple[Tensor, Tensor]] = []
         """(buffer, what was copied there), to be copied again by themselves."""
         on_gpu = copies and torch.cuda.is_available()
-        self._stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(priority=HURRIED) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def buffer(self, nbytes: int, device: torch.device, what: str) -> Tensor:
         return self._maker(what, nbytes)

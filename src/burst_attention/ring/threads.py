@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from burst_attention.lanes import HURRIED
 from burst_attention.ring.base import DEFAULT_TIMEOUT, Inbox, Parcel, Pending, Ring, RingError
 
 Result = TypeVar("Result")
@@ -96,7 +97,7 @@ class ThreadRing(Ring):
     def _copy_on_gpu(self, target: Tensor, letter: _Letter, pending: Pending) -> None:
         """Copy on a stream of its own, beside what this rank computes; the rank's stream waits for the end of it."""
         if self._copy_stream is None:
-            self._copy_stream = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
+            self._copy_stream = torch.cuda.Stream(target.device, HURRIED)  # type: ignore[no-untyped-call]
         for event in (letter.ready, pending.posted):
             self._copy_stream.wait_event(event)
         with torch.cuda.stream(self._copy_stream):
