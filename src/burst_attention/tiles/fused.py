@@ -21,8 +21,8 @@ from burst_attention.tiles.start import start
 from burst_attention.tiles.triton_forward import LN_2, LOG2_E
 
 BESIDE_PROGRAMS = 256
-"""Of a pass over memory beside tiles: with 4 warps each, what some 16 to 32 of an H200's 132 cores hold at once. Half as
-many made a ring of 8 with S = 4096 3% slower, twice as many no faster (gpu-trials)."""
+"""Of a pass over memory beside tiles: with 4 warps each, what some 16 to 32 of an H200's 132 cores hold at once. Half
+as many made a ring of 8 with S = 4096 3% slower, twice as many no faster (gpu-trials)."""
 PASS_ROWS = 16
 """Rows of a program. On an H200 five partials merge at 3.5 TB/s so, at 2.7 with 32; sums at 4.1 or 4 (gpu-trials)."""
 
