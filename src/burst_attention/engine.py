@@ -205,7 +205,7 @@ class PhaseRun:
             self._turn_over(step)
 
     def finish_heads(self) -> None:
-        """End gradients of the heads that the last round does not compute beside it, and then, in its lane, of those.
+        """End gradients of the heads that the last round does not compute, which are complete, beside it.
 
         They get the room of buffers that nothing is read from any more.
         """
@@ -218,11 +218,7 @@ class PhaseRun:
         others = (0, first) if first else (last, shapes.heads)
         other_keys = (0, first_key) if first else (last_key, shapes.kv_heads)
         with self.lanes.beside():
-            self.work.begin_results()
-            ready = self.lanes.ready()
             self.work.finish_heads(others, other_keys)
-        with self.lanes.again(ready):
-            self.work.finish_heads(heads, (first_key, last_key))
 
     def _post(self, step: Round) -> None:
         """Post the round's transfers, those that are due together as one."""

@@ -65,17 +65,10 @@ class Lanes:
         if not self.streams:
             yield
             return
+        number = self.turns % len(self.streams)
         self.turns += 1
-        with self.again(ready, self._begun):
-            yield
-
-    @contextlib.contextmanager
-    def again(self, *events: Any) -> Iterator[None]:
-        """What is enqueued in here goes to the lane that had the last turn."""
-        number = (self.turns - 1) % len(self.streams)
-        for event in events:
-            if event is not None:
-                self.streams[number].wait_event(event)
+        for event in (ready, self._begun) if self._begun is not None else (ready,):
+            self.streams[number].wait_event(event)
         with torch.cuda.stream(self.streams[number]), self._passes_on(1 + number):
             yield
 

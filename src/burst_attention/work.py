@@ -68,11 +68,8 @@ class ForwardWork:
     def settle_arrived(self) -> None:
         """Nothing waits here either, where states travel."""
 
-    def begin_results(self) -> None:
-        """A state is ended by its kernel, as a whole."""
-
     def finish_heads(self, heads: Heads, key_heads: Heads) -> None:
-        """No heads of it by themselves."""
+        """A state is ended by its kernel, as a whole."""
 
 
 class BackwardWork:
@@ -129,14 +126,9 @@ class BackwardWork:
         for total in self.home.values():
             total.settle_borrowed(self.room)
 
-    def begin_results(self) -> None:
-        """Make ready for `finish_heads`: what is there of all heads is taken in."""
-        self.visiting.clear()
-        for total in self.home.values():
-            total.begin_result()
-
     def finish_heads(self, heads: Heads, key_heads: Heads) -> None:
-        """End the gradients of some heads, for which nothing more is computed, maybe beside others."""
+        """End the gradients of some heads, for which nothing more is computed. Nobody visits any more."""
+        self.visiting.clear()
         for name, total in self.home.items():
             total.finish_heads(*(key_heads if name in KEY_SIDE else heads), beside=self.room)
 

@@ -75,7 +75,7 @@ class Accumulator:
         self._result_dtype = result_dtype
         """Of what it is to be finished as, where some heads may be finished before others."""
         self._result: Tensor | None = None
-        self._finished: list[Heads] = []
+        self._finished: Heads = (0, 0)
         self._sum_parts = sum_parts
         self._waiting: list[Part] = []
         self._borrowed: list[Part] = []
@@ -179,15 +179,14 @@ class Accumulator:
         self._placed.clear()
         self.untouched = False
 
-    def _take_grown(self, heads: Heads | None = None, of_all: bool = False) -> None:
-        """Parts that grew; only those that have some of these heads, or that have all."""
+    def _take_grown(self, heads: Heads | None = None) -> None:
+        """Parts that grew, or those of them that have some of these heads."""
         for key in list(self._growing):
             grown, head = self._growing[key], key[1]
-            others = heads is not None and not (head < heads[1] and heads[0] < head + grown.shape[1])
-            whole = grown.shape[1] == self.tensor.shape[1]
-            if others or (of_all and not whole):
+            if heads is not None and not (head < heads[1] and heads[0] < head + grown.shape[1]):
                 continue
             self._taken.append(self._growing.pop(key))
+            whole = grown.shape[1] == self.tensor.shape[1]
             place = self.place(grown.row, grown.shape[2], grown.dtype) if whole else None
             part = grown.take(place)
             if place is None:
@@ -208,18 +207,12 @@ class Accumulator:
         self.untouched = False
         return self.tensor
 
-    def begin_result(self) -> None:
-        """Before heads are finished one by one: room for what they give, and what grew for all heads is taken."""
-        if self._sum_parts is not None and self._result_dtype not in (None, self.tensor.dtype):
-            self._take_grown(of_all=True)
-            self._result = torch.empty_like(self.tensor, dtype=self._result_dtype)
-
     def finish_heads(self, first: int, last: int, beside: bool = False) -> None:
         """Finish heads to which nothing more is added, while others are computed; `finish` then does the rest."""
-        if self._result is None or first == last:
+        if first == last or self._sum_parts is None or self._result_dtype in (None, self.tensor.dtype):
             return
-        self._take_grown(heads=(first, last))
-        self._finished.append((first, last))
+        self._take_grown((first, last))
+        self._result, self._finished = torch.empty_like(self.tensor, dtype=self._result_dtype), (first, last)
         with hurried(self.tensor):
             self._sum_heads(first, last, beside)
 
@@ -246,8 +239,7 @@ class Accumulator:
             self._fill_gaps()
             if self._result is not None:
                 result = self._result
-                edges = [0, *(edge for heads in sorted(self._finished) for edge in heads), result.shape[1]]
-                for first, last in zip(edges[::2], edges[1::2], strict=True):
+                for first, last in ((0, self._finished[0]), (self._finished[1], result.shape[1])):
                     if first < last:
                         self._sum_heads(first, last)
             elif not self._parts or self._sum_parts is None or self.tensor.dtype == dtype:
