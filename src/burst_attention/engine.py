@@ -209,16 +209,13 @@ class PhaseRun:
 
         They get the room of buffers that nothing is read from any more.
         """
-        heads, shapes = self.rounds[-1].heads, self.plan.shapes
+        heads = self.rounds[-1].heads
         if heads is None or not self.lanes.streams:
             return
         del self.slots, self.computing, self.sending, self.held, self.outgoing
-        # A key head of heads on both sides is none of the others.
-        (first, last), (first_key, last_key) = heads, shapes.key_heads(heads)
-        others = (0, first) if first else (last, shapes.heads)
-        other_keys = (0, first_key) if first else (last_key, shapes.kv_heads)
+        # They are the first half. A key head of heads on both sides is not complete.
         with self.lanes.beside():
-            self.work.finish_heads(others, other_keys)
+            self.work.finish_heads(heads[0], self.plan.shapes.key_heads(heads)[0])
 
     def _post(self, step: Round) -> None:
         """Post the round's transfers, those that are due together as one."""
@@ -300,7 +297,7 @@ class PhaseRun:
 
         On one lane the second of two would be overtaken by the round after them.
         """
-        if self.lanes.streams:
+        if self.lanes.streams and len(step.pieces) > 1:
             pieces = sorted(step.pieces, key=lambda piece: piece.k_first)
             edges = [0, *(piece.k_first for piece in pieces[1:]), step.row_count]
             if all(piece.k_first + piece.k_count <= edge for piece, edge in zip(pieces, edges[1:], strict=True)):

@@ -68,7 +68,7 @@ class ForwardWork:
     def settle_arrived(self) -> None:
         """Nothing waits here either, where states travel."""
 
-    def finish_heads(self, heads: Heads, key_heads: Heads) -> None:
+    def finish_heads(self, heads: int, key_heads: int) -> None:
         """A state is ended by its kernel, as a whole."""
 
 
@@ -126,11 +126,11 @@ class BackwardWork:
         for total in self.home.values():
             total.settle_borrowed(self.room)
 
-    def finish_heads(self, heads: Heads, key_heads: Heads) -> None:
-        """End the gradients of some heads, for which nothing more is computed. Nobody visits any more."""
+    def finish_heads(self, heads: int, key_heads: int) -> None:
+        """End the gradients of the first heads, for which nothing more is computed. Nobody visits any more."""
         self.visiting.clear()
         for name, total in self.home.items():
-            total.finish_heads(*(key_heads if name in KEY_SIDE else heads), beside=self.room)
+            total.finish_heads(key_heads if name in KEY_SIDE else heads, beside=self.room)
 
 
 def sum_hurried(sum_parts: SumParts, beside: bool, target: Tensor, parts: Sequence[Part], load: bool) -> None:

@@ -175,7 +175,7 @@ def turns_that_overtake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash4, "begins", lambda x: None)
 
 
-def passes_that_do_not_wait(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
+def passes_that_do_not_wait(monkeypatch: pytest.MonkeyPatch, module: Any, before: bool) -> None:
     """What is hurried does not wait for its stream, or its stream does not wait for it."""
 
     @contextlib.contextmanager
@@ -191,8 +191,7 @@ def passes_that_do_not_wait(monkeypatch: pytest.MonkeyPatch, before: bool) -> No
         if before:
             current.wait_stream(other)
 
-    for module in (engine, work, flash4, protocol):
-        monkeypatch.setattr(module, "hurried", hurried)
+    monkeypatch.setattr(module, "hurried", hurried)
 
 
 def receives_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,12 +215,6 @@ BROKEN: dict[str, tuple[str, int, Callable[[pytest.MonkeyPatch], None], str]] = 
     ),
     "memory goes back too early": ("cuDNN", 8, given_back_inside, "has yet to merge_partials"),
     "sums grow before they are cleared": ("FA4", 4, turns_that_overtake, "aten::zero_ (write)"),
-    "a pass does not wait for its stream": (
-        "FA4", 4, lambda patch: passes_that_do_not_wait(patch, before=True), "does not wait for",
-    ),
-    "a stream does not wait for its passes": (
-        "FA4", 4, lambda patch: passes_that_do_not_wait(patch, before=False), "does not wait for",
-    ),
     "receives are not waited for": ("FA4", 3, receives_not_waited_for, "has yet to aten::copy_"),
 }  # fmt: skip
 """By what is left out: a kernel, a number of ranks, how it is left out, and what is to be said of it."""
@@ -233,6 +226,40 @@ def test_what_is_out_of_order_is_seen(monkeypatch: pytest.MonkeyPatch, machine: 
     break_it(monkeypatch)
     run(monkeypatch, machine, kernel, ranks, "causal", HEADS)
     assert any(wrong in found for found in machine.found), sorted(set(machine.found))[:10]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["its-stream", "by-its-stream"])
+@pytest.mark.parametrize(
+    ("module", "kv_heads"),
+    [(engine, HEADS), (work, 1), (flash4, HEADS), (protocol, HEADS)],
+    ids=["packing", "visitors", "sums-of-dq", "arrivals"],
+)
+def test_a_pass_that_waits_for_nothing_is_seen(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, module: Any, kv_heads: int, before: bool
+) -> None:
+    """What is hurried does not wait for its stream, or is not waited for by it."""
+    passes_that_do_not_wait(monkeypatch, module, before)
+    run(monkeypatch, machine, "FA4", 8, "causal", kv_heads)
+    assert any("does not wait for" in found for found in machine.found)
+
+
+@pytest.mark.parametrize("kernel", ["FA4", "cuDNN"])
+def test_every_tile_says_that_it_begins(monkeypatch: pytest.MonkeyPatch, machine: Machine, kernel: str) -> None:
+    """Or the next would overtake it."""
+    begun: list[Tensor] = []
+    tiles: list[str] = []
+    touch = machine.touch
+
+    def count(name: str, *made: Any, **touched: Any) -> None:
+        if name in ("attend", "launch", "gradients"):
+            tiles.append(name)
+        touch(name, *made, **touched)
+
+    monkeypatch.setattr(machine, "touch", count)
+    for module in (flash4, vendor):
+        monkeypatch.setattr(module, "begins", begun.append)
+    run(monkeypatch, machine, kernel, 4, "causal", HEADS)
+    assert len(begun) == len(tiles) > 0
 
 
 @pytest.mark.parametrize(("kernel", "which"), [("FA4", 2), ("FA4", 8), ("FA4", 11), ("cuDNN", 5), ("cuDNN", 8)])

@@ -17,7 +17,6 @@ from burst_attention.geometry import Piece
 from burst_attention.lanes import hurried
 from burst_attention.merge import MAX_PARTS, MAX_SHARES, Part, State, finish
 from burst_attention.schedule import Bundle, PhasePlan, Round
-from burst_attention.schedule.bundles import Heads
 
 GRADIENTS = ("dq", "dk", "dv")
 DELTA_ENTRIES = 2**16
@@ -75,7 +74,7 @@ class Accumulator:
         self._result_dtype = result_dtype
         """Of what it is to be finished as, where some heads may be finished before others."""
         self._result: Tensor | None = None
-        self._finished: Heads = (0, 0)
+        self._finished = 0
         self._sum_parts = sum_parts
         self._waiting: list[Part] = []
         self._borrowed: list[Part] = []
@@ -179,11 +178,11 @@ class Accumulator:
         self._placed.clear()
         self.untouched = False
 
-    def _take_grown(self, heads: Heads | None = None) -> None:
-        """Parts that grew, or those of them that have some of these heads."""
+    def _take_grown(self, heads: int | None = None) -> None:
+        """Parts that grew, or those of them that have some of the first heads."""
         for key in list(self._growing):
             grown, head = self._growing[key], key[1]
-            if heads is not None and not (head < heads[1] and heads[0] < head + grown.shape[1]):
+            if heads is not None and head >= heads:
                 continue
             self._taken.append(self._growing.pop(key))
             whole = grown.shape[1] == self.tensor.shape[1]
@@ -207,14 +206,14 @@ class Accumulator:
         self.untouched = False
         return self.tensor
 
-    def finish_heads(self, first: int, last: int, beside: bool = False) -> None:
-        """Finish heads to which nothing more is added, while others are computed; `finish` then does the rest."""
-        if first == last or self._sum_parts is None or self._result_dtype in (None, self.tensor.dtype):
+    def finish_heads(self, count: int, beside: bool = False) -> None:
+        """Finish the first heads, to which nothing more is added, while others are computed; `finish` does the rest."""
+        if not count or self._sum_parts is None or self._result_dtype in (None, self.tensor.dtype):
             return
-        self._take_grown((first, last))
-        self._result, self._finished = torch.empty_like(self.tensor, dtype=self._result_dtype), (first, last)
+        self._take_grown(count)
+        self._result, self._finished = torch.empty_like(self.tensor, dtype=self._result_dtype), count
         with hurried(self.tensor):
-            self._sum_heads(first, last, beside)
+            self._sum_heads(0, count, beside)
 
     def _sum_heads(self, first: int, last: int, beside: bool = False) -> None:
         """The result of some heads."""
@@ -239,9 +238,7 @@ class Accumulator:
             self._fill_gaps()
             if self._result is not None:
                 result = self._result
-                for first, last in ((0, self._finished[0]), (self._finished[1], result.shape[1])):
-                    if first < last:
-                        self._sum_heads(first, last)
+                self._sum_heads(self._finished, result.shape[1])
             elif not self._parts or self._sum_parts is None or self.tensor.dtype == dtype:
                 result = self.settle().to(dtype)
             else:
