@@ -36,8 +36,16 @@ HURRIED = -1
 _lanes: dict[tuple[Any, ...], list[tuple[Any, Any]]] = {}
 """By the stream they serve: first itself, then its lanes, each with the stream of its hurried passes. Memory that was
 allocated on a lane is kept for it."""
-_now = threading.local()
-"""`lanes` and `hurried`: of what this thread enqueues, the lanes it is part of and the stream of its hurried passes."""
+
+
+class _Now(threading.local):
+    """Of what a thread enqueues, the lanes it is part of, and the stream of its hurried passes."""
+
+    lanes: Lanes | None = None
+    hurried: Any = None
+
+
+_now = _Now()
 
 
 class Lanes:
@@ -80,13 +88,12 @@ class Lanes:
 
     @contextlib.contextmanager
     def _passes_on(self, number: int) -> Iterator[None]:
-        before = vars(_now).copy()
+        before = _now.lanes, _now.hurried
         _now.lanes, _now.hurried = self, self._hurried[number]
         try:
             yield
         finally:
-            vars(_now).clear()
-            vars(_now).update(before)
+            _now.lanes, _now.hurried = before
 
     def join(self) -> None:
         """What the caller's stream is given next comes after all rounds so far."""
@@ -113,7 +120,7 @@ class Lanes:
 @contextlib.contextmanager
 def hurried(x: Tensor) -> Iterator[None]:
     """A pass over memory such as x. Nothing is to be allocated in here: it would belong to the other stream."""
-    other = getattr(_now, "hurried", None)
+    other = _now.hurried
     if other is None:
         yield
         return
@@ -128,9 +135,8 @@ def hurried(x: Tensor) -> Iterator[None]:
 
 def begins(x: Tensor) -> None:
     """Just before the tile of a turn, on tensors such as x."""
-    lanes: Lanes | None = getattr(_now, "lanes", None)
-    if lanes is not None:
-        lanes._begun = torch.cuda.current_stream(x.device).record_event()
+    if _now.lanes is not None:
+        _now.lanes._begun = torch.cuda.current_stream(x.device).record_event()
 
 
 def _lanes_of(caller: Any) -> list[tuple[Any, Any]]:

@@ -180,7 +180,7 @@ def passes_that_do_not_wait(monkeypatch: pytest.MonkeyPatch, module: Any, before
 
     @contextlib.contextmanager
     def hurried(x: Tensor) -> Iterator[None]:
-        current, other = torch.cuda.current_stream(), getattr(lanes._now, "hurried", None)
+        current, other = torch.cuda.current_stream(), lanes._now.hurried
         if other is None:
             yield
             return

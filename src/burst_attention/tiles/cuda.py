@@ -6,7 +6,7 @@ policy.py chooses; pieces that it gives to our own kernel go in one launch.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -115,7 +115,20 @@ def chosen_for(
     phase: str, piece: Piece, dims: tuple[int, int], dtype: torch.dtype, device: torch.device | None, scale: float
 ) -> dict[Piece, str]:
     """Who computes a piece's parts on a device, or on the current one; `dims` are those of heads, and of values."""
-    capability, flash, deterministic, gluon = facts(device)
+    return _chosen_by(facts(device), phase, piece, dims, dtype, scale)
+
+
+@lru_cache(maxsize=1024)
+def _chosen_by(
+    known: tuple[tuple[int, int], str, bool, bool],
+    phase: str,
+    piece: Piece,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    scale: float,
+) -> dict[Piece, str]:
+    """Kept, for a call asks it of each round several times."""
+    capability, flash, deterministic, gluon = known
     chosen = {}
     for part in rectangle_and_triangle(piece):
         square = part.is_causal and part.q_count == part.k_count
