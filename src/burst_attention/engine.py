@@ -142,6 +142,8 @@ class PhaseRun:
         self.under_way: list[tuple[int, Pending]] = []
         """Transfers posted and not waited for, with the round they are due in."""
         self.lanes = Lanes(home["q"].device if self._rounds_are_apart() else None)
+        self.first_ready: Any = None
+        """What round 0 waits for (lanes.py)."""
         kernel, computed_rounds = work.kernel, [step for step in self.rounds if step.pieces]
         self.room = bool(self.lanes.streams) and all(
             kernel.leaves_room(plan, step, work.scale) for step in computed_rounds
@@ -170,7 +172,8 @@ class PhaseRun:
     def begin(self, index: int) -> None:
         """Post a round's transfers and compute its pieces."""
         step = self.rounds[index]
-        ready = self.lanes.ready()
+        # Home's own work, last, hides the way home of results, and what they wait for: it was ready from the first.
+        ready = self.first_ready if index and not step.row_count else self.lanes.ready()
         self.lanes.join()
         if index and self.plan.arrival_slot(index) == 0:
             # Its buffers for what arrives are those of an earlier one. The round itself need not wait for this.
@@ -180,6 +183,8 @@ class PhaseRun:
         if not index and not self.room:
             # What it sends is packed first: otherwise the next round would wait for it after this one.
             ready = self.lanes.ready()
+        if not index:
+            self.first_ready = ready
         started = time.perf_counter()
         self._compute_round(step, ready)
         self.computed = started, time.perf_counter() - started

@@ -10,7 +10,8 @@ transfers, and what is packed for them, stay on the caller's stream:
 
 A round begins when the caller's stream was `ready` for it: its block is there, and whatever was laid aside before it
 may be freed, which is why lanes may allocate. What a round read is written again, and what it wrote is sent, by
-transfers that are posted after a `join`.
+transfers that are posted after a `join`. Home's own work, which backward ends with, was ready with round 0: whatever
+was taken in meanwhile was taken in `alone`.
 
 Blocks of a kernel that was given to the GPU first are begun first, whatever stream they are from. A short pass over
 memory would so wait for nearly all of a tile that computes beside it, and what comes after it on its stream as well. So
@@ -39,10 +40,11 @@ allocated on a lane is kept for it."""
 
 
 class _Now(threading.local):
-    """Of what a thread enqueues, the lanes it is part of, and the stream of its hurried passes."""
+    """Of what a thread enqueues, the lanes it is part of, the stream of its hurried passes, and that one's number."""
 
     lanes: Lanes | None = None
     hurried: Any = None
+    number: int = 0
 
 
 _now = _Now()
@@ -57,6 +59,7 @@ class Lanes:
         self.streams, self._hurried = tuple(lane for lane, _ in pairs[1:]), tuple(hurried for _, hurried in pairs)
         self.turns = 0
         self._begun: Any = None
+        self._joined = True
 
     @property
     def used(self) -> tuple[Any, ...]:
@@ -75,6 +78,7 @@ class Lanes:
             return
         number = self.turns % len(self.streams)
         self.turns += 1
+        self._joined = False
         for event in (ready, self._begun) if self._begun is not None else (ready,):
             self.streams[number].wait_event(event)
         with torch.cuda.stream(self.streams[number]), self._passes_on(1 + number):
@@ -88,17 +92,20 @@ class Lanes:
 
     @contextlib.contextmanager
     def _passes_on(self, number: int) -> Iterator[None]:
-        before = _now.lanes, _now.hurried
-        _now.lanes, _now.hurried = self, self._hurried[number]
+        before = _now.lanes, _now.hurried, _now.number
+        # Before the first tile there is nothing to come before; to change streams would only take time.
+        waits = number > 0 and self._begun is None
+        _now.lanes, _now.hurried, _now.number = self, None if waits else self._hurried[number], number
         try:
             yield
         finally:
-            _now.lanes, _now.hurried = before
+            _now.lanes, _now.hurried, _now.number = before
 
     def join(self) -> None:
         """What the caller's stream is given next comes after all rounds so far."""
-        for lane in self.used:
+        for lane in self.used if not self._joined else ():
             self.caller.wait_stream(lane)
+        self._joined = True
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -108,7 +115,7 @@ class Lanes:
             return
         current = torch.cuda.current_stream(self.caller.device)
         others = [stream for stream in (self.caller, *self.used) if stream != current]
-        for stream in others:
+        for stream in others if current != self.caller or not self._joined else ():
             current.wait_stream(stream)
         try:
             yield
@@ -119,17 +126,22 @@ class Lanes:
 
 @contextlib.contextmanager
 def hurried(x: Tensor) -> Iterator[None]:
-    """A pass over memory such as x. Nothing is to be allocated in here: it would belong to the other stream."""
+    """Passes over memory such as x. Nothing is to be allocated in here: it would belong to the other stream.
+
+    Each change of streams takes some 5 us, which is why those in here that would hurry too stay where they are.
+    """
     other = _now.hurried
     if other is None:
         yield
         return
     current = torch.cuda.current_stream(x.device)
     other.wait_stream(current)
+    _now.hurried = None
     try:
         with torch.cuda.stream(other):
             yield
     finally:
+        _now.hurried = other
         current.wait_stream(other)
 
 
@@ -137,6 +149,7 @@ def begins(x: Tensor) -> None:
     """Just before the tile of a turn, on tensors such as x."""
     if _now.lanes is not None:
         _now.lanes._begun = torch.cuda.current_stream(x.device).record_event()
+        _now.hurried = _now.lanes._hurried[_now.number]
 
 
 def _lanes_of(caller: Any) -> list[tuple[Any, Any]]:

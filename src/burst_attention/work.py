@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, S local query rows, E value head dim.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
@@ -130,7 +131,11 @@ class BackwardWork:
         """End the gradients of the first heads, for which nothing more is computed. Nobody visits any more."""
         self.visiting.clear()
         for name, total in self.home.items():
-            total.finish_heads(key_heads if name in KEY_SIDE else heads, beside=self.room)
+            total.open_heads(key_heads if name in KEY_SIDE else heads)
+        totals = list(self.home.values())
+        with hurried(totals[0].tensor) if totals else contextlib.nullcontext():
+            for total in totals:
+                total.finish_heads(beside=self.room)
 
 
 def sum_hurried(sum_parts: SumParts, beside: bool, target: Tensor, parts: Sequence[Part], load: bool) -> None:

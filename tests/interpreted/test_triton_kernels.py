@@ -185,8 +185,9 @@ def test_parts_of_a_gradient_wait_and_are_added(count: int) -> None:
 
 @pytest.mark.parametrize("programs", [1, 7, 30])
 def test_few_programs_add_all_parts(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
-    """Beside something that computes they take blocks in turn: 30 of them here, of 5 in each of 6 heads."""
+    """Beside something that computes they take blocks in turn: 18 of them here, of 3 in each of 6 heads."""
     monkeypatch.setattr(fused, "BESIDE_PROGRAMS", programs)
+    monkeypatch.setattr(fused, "BESIDE_ROWS", 32)
     torch.manual_seed(0)
     parts = [Part(row, head, torch.randn(2, 2, 31, 24).half()) for row, head in ((0, 0), (39, 1), (20, 0))]
     found, wanted = (torch.full((2, 3, 70, 24), torch.nan) for _ in range(2))
@@ -214,8 +215,11 @@ class Grown:
         self.row, self.sum = row, torch.zeros(1, 2, rows, 16)
         self.shape, self.dtype = self.sum.shape, self.sum.dtype
 
-    def take(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self.sum if out is None else out.copy_(self.sum)
+    def room(self) -> torch.Tensor:
+        return torch.empty_like(self.sum)
+
+    def take(self, out: torch.Tensor) -> None:
+        out.copy_(self.sum)
 
 
 def test_a_part_grows_until_it_is_settled() -> None:
@@ -237,7 +241,8 @@ def test_a_part_grows_until_it_is_settled() -> None:
 def test_statistics_for_a_kernel_in_blocks(batch: int, per_key: int) -> None:
     lse, delta = (torch.randn(batch, 70, 6).transpose(1, 2) for _ in range(2))
     lse[0, 1, 2] = -torch.inf
-    found = padded_statistics(lse, delta, 80, per_key)
+    *found, sums = padded_statistics(lse, delta, 80, per_key, 16)
+    assert sums.shape == (batch * per_key, 6 // per_key, 80 * 16) and sums.dtype == torch.float32 and not sums.any()
     lse[0, 1, 2] = torch.inf
     for padded, given, beyond in zip(found, (lse / math.log(2.0), delta), (torch.inf, 0.0), strict=True):
         assert padded.shape == (batch * per_key, 6 // per_key, 80)

@@ -107,7 +107,7 @@ def stand_in_for_out(dout: Tensor, delta: Tensor) -> Tensor:
     return torch.where(size > 0, wide * delta[..., None] / size, 0.0).to(dout.dtype)
 
 
-def padded_statistics(lse: Tensor, delta: Tensor, padded: int, per_key: int) -> tuple[Tensor, Tensor]:
+def padded_statistics(lse: Tensor, delta: Tensor, padded: int, per_key: int, dim: int) -> tuple[Tensor, ...]:
     """As in fused.py."""
     batch, heads, rows = lse.shape
     found = []
@@ -116,4 +116,4 @@ def padded_statistics(lse: Tensor, delta: Tensor, padded: int, per_key: int) -> 
         filled[:, :, :rows] = x.masked_fill(x == -math.inf, math.inf)
         groups = filled.unflatten(1, (-1, per_key)).transpose(1, 2)  # type: ignore[no-untyped-call]
         found.append(groups.reshape(batch * per_key, heads // per_key, padded))
-    return found[0], found[1]
+    return found[0], found[1], torch.zeros(*found[0].shape[:2], padded * dim)

@@ -102,6 +102,24 @@ def test_what_is_alone_comes_after_all_and_before_all(caller: FakeStream) -> Non
         assert "round 2" in caller.after
 
 
+def test_what_is_joined_is_not_waited_for_again(caller: FakeStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits between passes at the end of a phase take time; lanes wait for each pass all the same."""
+    lanes, _, _ = run_rounds(2, caller)
+    waits: list[FakeStream] = []
+    wait = FakeStream.wait_stream
+    monkeypatch.setattr(FakeStream, "wait_stream", lambda self, other: (waits.append(self), wait(self, other)))
+    for index in range(2):
+        with lanes.alone():
+            caller.enqueue(f"sum {index}")
+        assert all(f"sum {index}" in lane.after for lane in lanes.streams)
+    lanes.join()
+    assert caller not in waits
+    with lanes.turn(frozenset()):
+        current().enqueue("round 2")
+    with lanes.alone():
+        assert "round 2" in caller.after
+
+
 def test_a_turn_comes_after_what_begins_the_last(caller: FakeStream) -> None:
     """But not after its tile."""
     lanes, x = Lanes(torch.device("cuda:0")), torch.zeros(1)
@@ -127,10 +145,26 @@ def test_a_hurried_pass_keeps_its_place(caller: FakeStream) -> None:
         assert work in stream.after
         return other.priority, before
 
-    with lanes.turn(lanes.ready()):
-        assert hurry("on a lane") == (module.HURRIED, {"before on a lane"})
     with lanes.beside():
-        assert hurry("on the caller's stream") == (module.HURRIED, {"before on the caller's stream"})
+        assert hurry("packing") == (module.HURRIED, {"before packing"})
+    with lanes.turn(frozenset()):
+        lane = current()
+        with module.hurried(x):
+            assert current() is lane, "there is no tile yet to come before"
+        module.begins(x)
+        assert hurry("on a lane") == (module.HURRIED, {"before on a lane"})
+    with lanes.turn(frozenset()):
+        assert hurry("before a tile") == (module.HURRIED, {"before before a tile"})
+        with module.hurried(x):
+            other = current()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.delattr(FakeStream, "wait_stream")
+                with module.hurried(x):
+                    assert current() is other, "it hurries already"
+        assert hurry("after it") == (module.HURRIED, current().after - {"after it"})
+    with lanes.beside():
+        earlier = {"before packing", "packing", "before on the caller's stream"}
+        assert hurry("on the caller's stream") == (module.HURRIED, earlier)
     with module.hurried(x):
         assert current() is caller, "nothing computes beside it"
 

@@ -183,7 +183,8 @@ def add_gradients(piece: Piece, x: BackwardInputs, gradients: Gradients, scale: 
     parts = sums.add(x.dout[:, :, queries], x.k[:, :, keys], x.v[:, :, keys], places)
     if dq is not None and not grows:
         place = dq.place(sums.row, piece.q_count, sums.dtype)
-        part = sums.take(place)
+        part = sums.room() if place is None else place
+        sums.take(part)
         if place is None:
             dq.add(sums.row, part)
     for total, place, of_heads in zip((gradients.dk, gradients.dv), places, parts, strict=True):
@@ -201,11 +202,8 @@ class QuerySums:
         self.causal = not piece.is_full
         self.config = _config(q.shape[3], self.causal)
         rounded = -(-q.shape[2] // self.config.m_block_size) * self.config.m_block_size
-        self.lse, self.delta = padded_statistics(lse, delta, rounded, per_key)
-        self.sums = torch.empty(*self.lse.shape[:2], rounded * q.shape[3], dtype=torch.float32, device=q.device)
-        # Other lanes may add to them once they are cleared: their turns come after what `begins` this one.
-        with hurried(q):
-            self.sums.zero_()
+        # Other lanes may add to sums once they are cleared: their turns come after what `begins` this one.
+        self.lse, self.delta, self.sums = padded_statistics(lse, delta, rounded, per_key, q.shape[3])
 
     def add(
         self, dout: Tensor, k: Tensor, v: Tensor, places: Sequence[Tensor | None]
@@ -226,14 +224,15 @@ class QuerySums:
             return [dk.transpose(1, 2)], [dv.transpose(1, 2)]
         return [part.transpose(0, 1).unsqueeze(0) for part in dk], [part.transpose(0, 1).unsqueeze(0) for part in dv]
 
-    def take(self, out: Tensor | None = None) -> Tensor:
-        """dq (B, H, S, D) in the dtype of q."""
+    def room(self) -> Tensor:
+        """Memory for dq (B, H, S, D) in the dtype of q."""
         batch, heads, rows, dim = self.q.shape
-        if out is None:
-            out = torch.empty(batch, rows, heads, dim, dtype=self.q.dtype, device=self.q.device).transpose(1, 2)
+        return torch.empty(batch, rows, heads, dim, dtype=self.q.dtype, device=self.q.device).transpose(1, 2)
+
+    def take(self, out: Tensor) -> None:
+        """Write dq there."""
         with hurried(out):
             start(_cast)(self.config, self.sums, _queries(out, self.per_key), self.scale)
-        return out
 
 
 def _queries(x: Tensor, per_key: int) -> Tensor:

@@ -20,11 +20,12 @@ from burst_attention.merge import MAX_PARTIALS, Part, Partial, State
 from burst_attention.tiles.start import start
 from burst_attention.tiles.triton_forward import LN_2, LOG2_E
 
-BESIDE_PROGRAMS = 256
-"""Of a pass over memory beside tiles: with 4 warps each, what some 16 to 32 of an H200's 132 cores hold at once. Half
-as many made a ring of 8 with S = 4096 3% slower, twice as many no faster (gpu-trials)."""
-PASS_ROWS = 16
-"""Rows of a program. On an H200 five partials merge at 3.5 TB/s so, at 2.7 with 32; sums at 4.1 or 4 (gpu-trials)."""
+BESIDE_PROGRAMS, BESIDE_ROWS, BESIDE_WARPS = 128, 32, 8
+"""Of a pass over memory beside tiles: some 16 to 32 of an H200's 132 cores hold these programs at once. Backward in a
+ring of 8 with S = 4096 takes 0.5% (GQA 4: 0.1%) less time so than with 256 programs of 4 warps, which can take a place
+on every core; 64 of 16 warps and 32 of 32 are no better. Half as many warps take 3% longer (gpu-trials)."""
+PASS_ROWS, PASS_WARPS = 16, 4
+"""Of a program. On an H200 five partials merge at 3.5 TB/s so, at 2.7 with 32 rows; sums at 4.1 or 4 (gpu-trials)."""
 
 
 @triton.jit
@@ -215,13 +216,16 @@ def sum_parts(
     out = target if out is None else out
     batch, heads, rows, dim = target.shape
     firsts, first_heads, tensors = zip(*parts, strict=True)
-    blocks, pairs = triton.cdiv(rows, PASS_ROWS), batch * heads
-    turns = beside and blocks * pairs > BESIDE_PROGRAMS
+    pairs = batch * heads
+    turns = beside and triton.cdiv(rows, BESIDE_ROWS) * pairs > BESIDE_PROGRAMS
+    block, warps = (BESIDE_ROWS, BESIDE_WARPS) if turns else (PASS_ROWS, PASS_WARPS)
+    blocks = triton.cdiv(rows, block)
     start(_sum_kernel[(BESIDE_PROGRAMS,) if turns else (blocks, pairs)])(
         target, tensors, target.stride()[:3], tuple(part.stride()[:3] for part in tensors),
         firsts, tuple(part.shape[2] for part in tensors), first_heads, tuple(part.shape[1] for part in tensors),
         out, out.stride()[:3], heads, rows, blocks, pairs,
-        BLOCK=PASS_ROWS, D=dim, PADDED=triton.next_power_of_2(dim), COUNT=len(parts), LOAD=load, TURNS=turns,
+        BLOCK=block, D=dim, PADDED=triton.next_power_of_2(dim), COUNT=len(parts), LOAD=load, TURNS=turns,
+        num_warps=warps,
     )  # fmt: skip
 
 
@@ -271,8 +275,9 @@ def fused_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 @triton.jit(do_not_specialize=["heads", "row_count", "padded"])
 def _statistics_kernel(
-    lse_ptr, delta_ptr, lse_out_ptr, delta_out_ptr, lse_strides, delta_strides, heads, per_key, row_count, padded,
-    BLOCK: tl.constexpr,
+    lse_ptr, delta_ptr, lse_out_ptr, delta_out_ptr, sums_ptr, lse_strides, delta_strides, heads, per_key, row_count,
+    padded,
+    BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks, B * H)."""
     batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
@@ -287,21 +292,26 @@ def _statistics_kernel(
     place = (batch * per_key + head % per_key) * (heads // per_key) + head // per_key
     tl.store(lse_out_ptr + place * padded + rows, lse, mask=rows < padded)
     tl.store(delta_out_ptr + place * padded + rows, delta, mask=rows < padded)
+    at = sums_ptr + (place * padded + rows)[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(at, tl.zeros([BLOCK, D], tl.float32), mask=(rows < padded)[:, None])
 
 
-STATISTICS_ROWS = 1024
+STATISTICS_ROWS = 64
 
 
-def padded_statistics(lse: Tensor, delta: Tensor, padded: int, per_key: int) -> tuple[Tensor, Tensor]:
+def padded_statistics(lse: Tensor, delta: Tensor, padded: int, per_key: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """lse in powers of two, and delta, (B, H, S) each, as (B * per_key, H / per_key, padded): FlashAttention-4's way.
 
-    The query heads of a group are apart, as a batch; rows beyond the last have no weight.
+    The query heads of a group are apart, as a batch; rows beyond the last have no weight. And zeros for sums of `dim`
+    numbers for each of these rows: `dim` is a power of 2.
     """
     batch, heads, rows = lse.shape
     shape = batch * per_key, heads // per_key, padded
-    results = tuple(torch.empty(shape, dtype=torch.float32, device=lse.device) for _ in range(2))
+    results = [torch.empty(shape, dtype=torch.float32, device=lse.device) for _ in range(2)]
+    sums = lse.new_empty(*shape[:2], padded * dim, dtype=torch.float32)
     with hurried(lse):
         start(_statistics_kernel[(triton.cdiv(padded, STATISTICS_ROWS), batch * heads)])(
-            lse, delta, *results, lse.stride(), delta.stride(), heads, per_key, rows, padded, BLOCK=STATISTICS_ROWS
-        )
-    return results[0], results[1]
+            lse, delta, *results, sums, lse.stride(), delta.stride(), heads, per_key, rows, padded,
+            BLOCK=STATISTICS_ROWS, D=dim,
+        )  # fmt: skip
+    return results[0], results[1], sums

@@ -49,8 +49,11 @@ class GrowingPart(Protocol):
     shape: torch.Size
     dtype: torch.dtype
 
-    def take(self, out: Tensor | None = None) -> Tensor:
-        """The part (B, heads, rows, dim), written to `out` where that is given."""
+    def room(self) -> Tensor:
+        """Memory for the part (B, heads, rows, dim)."""
+
+    def take(self, out: Tensor) -> None:
+        """Write the part there."""
 
 
 Growing = TypeVar("Growing", bound=GrowingPart)
@@ -75,6 +78,7 @@ class Accumulator:
         """Of what it is to be finished as, where some heads may be finished before others."""
         self._result: Tensor | None = None
         self._finished = 0
+        self._grown_heads: list[tuple[GrowingPart, Tensor]] = []
         self._sum_parts = sum_parts
         self._waiting: list[Part] = []
         self._borrowed: list[Part] = []
@@ -178,8 +182,13 @@ class Accumulator:
         self._placed.clear()
         self.untouched = False
 
-    def _take_grown(self, heads: int | None = None) -> None:
-        """Parts that grew, or those of them that have some of the first heads."""
+    def _take_grown(self) -> None:
+        for grown, place in self._place_grown():
+            grown.take(place)
+
+    def _place_grown(self, heads: int | None = None) -> list[tuple[GrowingPart, Tensor]]:
+        """Parts that grew, or those of them that have some of the first heads, and where each is to be written."""
+        found = []
         for key in list(self._growing):
             grown, head = self._growing[key], key[1]
             if heads is not None and head >= heads:
@@ -187,9 +196,11 @@ class Accumulator:
             self._taken.append(self._growing.pop(key))
             whole = grown.shape[1] == self.tensor.shape[1]
             place = self.place(grown.row, grown.shape[2], grown.dtype) if whole else None
-            part = grown.take(place)
             if place is None:
-                self._waiting.append(Part(grown.row, head, part))
+                place = grown.room()
+                self._waiting.append(Part(grown.row, head, place))
+            found.append((grown, place))
+        return found
 
     @property
     def _parts(self) -> list[Part]:
@@ -206,14 +217,19 @@ class Accumulator:
         self.untouched = False
         return self.tensor
 
-    def finish_heads(self, count: int, beside: bool = False) -> None:
-        """Finish the first heads, to which nothing more is added, while others are computed; `finish` does the rest."""
+    def open_heads(self, count: int) -> None:
+        """Make room to finish the first heads, to which nothing more is added, before others."""
         if not count or self._sum_parts is None or self._result_dtype in (None, self.tensor.dtype):
             return
-        self._take_grown(count)
+        self._grown_heads = self._place_grown(count)
         self._result, self._finished = torch.empty_like(self.tensor, dtype=self._result_dtype), count
-        with hurried(self.tensor):
-            self._sum_heads(0, count, beside)
+
+    def finish_heads(self, beside: bool = False) -> None:
+        """Finish the heads that were opened, while others are computed; `finish` does the rest. Allocates nothing."""
+        if self._result is not None:
+            for grown, place in self._grown_heads:
+                grown.take(place)
+            self._sum_heads(0, self._finished, beside)
 
     def _sum_heads(self, first: int, last: int, beside: bool = False) -> None:
         """The result of some heads."""
