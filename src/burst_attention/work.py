@@ -135,7 +135,8 @@ class BackwardWork:
         totals = list(self.home.values())
         with hurried(totals[0].tensor) if totals else contextlib.nullcontext():
             for total in totals:
-                total.finish_heads(beside=self.room)
+                # The last of them is under way when blocks of the round end: it may take all that they leave.
+                total.finish_heads(beside=self.room and total is not totals[-1])
 
 
 def sum_hurried(sum_parts: SumParts, beside: bool, target: Tensor, parts: Sequence[Part], load: bool) -> None:

@@ -186,8 +186,7 @@ def test_parts_of_a_gradient_wait_and_are_added(count: int) -> None:
 @pytest.mark.parametrize("programs", [1, 7, 30])
 def test_few_programs_add_all_parts(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
     """Beside something that computes they take blocks in turn: 18 of them here, of 3 in each of 6 heads."""
-    monkeypatch.setattr(fused, "BESIDE_PROGRAMS", programs)
-    monkeypatch.setattr(fused, "BESIDE_ROWS", 32)
+    monkeypatch.setattr(fused, "BESIDE_FEW", fused.PassShape(programs, 32, 4))
     torch.manual_seed(0)
     parts = [Part(row, head, torch.randn(2, 2, 31, 24).half()) for row, head in ((0, 0), (39, 1), (20, 0))]
     found, wanted = (torch.full((2, 3, 70, 24), torch.nan) for _ in range(2))

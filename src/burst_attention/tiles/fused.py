@@ -9,6 +9,7 @@ in one pass, which can also end the state: so four partials cost little more tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,10 +21,24 @@ from burst_attention.merge import MAX_PARTIALS, Part, Partial, State
 from burst_attention.tiles.start import start
 from burst_attention.tiles.triton_forward import LN_2, LOG2_E
 
-BESIDE_PROGRAMS, BESIDE_ROWS, BESIDE_WARPS = 128, 32, 8
-"""Of a pass over memory beside tiles: some 16 to 32 of an H200's 132 cores hold these programs at once. Backward in a
-ring of 8 with S = 4096 takes 0.5% (GQA 4: 0.1%) less time so than with 256 programs of 4 warps, which can take a place
-on every core; 64 of 16 warps and 32 of 32 are no better. Half as many warps take 3% longer (gpu-trials)."""
+
+class PassShape(NamedTuple):
+    """How a pass over memory beside tiles is shared out: programs, which take blocks in turn, and a block's rows."""
+
+    programs: int
+    rows: int
+    warps: int
+
+
+FEW_PARTS = 5
+BESIDE_FEW, BESIDE_MANY = PassShape(32, 128, 32), PassShape(128, 32, 8)
+"""For up to so many parts, and for more, which would not fit the registers of a program of 32 warps; AMD's have twice
+the threads, of which there may be 1024.
+
+Both fill some 16 to 32 of an H200's 132 cores. Small programs take a place on every core where all are idle, as before
+the first tile, which then waits for them: in a ring of 8 with S = 4096 backward takes 0.3% less time with 32 of 32
+warps than with 128 of 8, and 0.8% less than with 256 of 4 (GQA 4: the same). Half as many warps take 3% longer, the next
+blocks copied to shared memory ahead 0.8% (GQA 4: the same) and more (gpu-trials)."""
 PASS_ROWS, PASS_WARPS = 16, 4
 """Of a program. On an H200 five partials merge at 3.5 TB/s so, at 2.7 with 32 rows; sums at 4.1 or 4 (gpu-trials)."""
 
@@ -216,11 +231,12 @@ def sum_parts(
     out = target if out is None else out
     batch, heads, rows, dim = target.shape
     firsts, first_heads, tensors = zip(*parts, strict=True)
-    pairs = batch * heads
-    turns = beside and triton.cdiv(rows, BESIDE_ROWS) * pairs > BESIDE_PROGRAMS
-    block, warps = (BESIDE_ROWS, BESIDE_WARPS) if turns else (PASS_ROWS, PASS_WARPS)
+    pairs, few = batch * heads, len(parts) <= FEW_PARTS and torch.version.hip is None
+    shape = BESIDE_FEW if few else BESIDE_MANY
+    turns = beside and triton.cdiv(rows, shape.rows) * pairs > shape.programs
+    block, warps = (shape.rows, shape.warps) if turns else (PASS_ROWS, PASS_WARPS)
     blocks = triton.cdiv(rows, block)
-    start(_sum_kernel[(BESIDE_PROGRAMS,) if turns else (blocks, pairs)])(
+    start(_sum_kernel[(shape.programs,) if turns else (blocks, pairs)])(
         target, tensors, target.stride()[:3], tuple(part.stride()[:3] for part in tensors),
         firsts, tuple(part.shape[2] for part in tensors), first_heads, tuple(part.shape[1] for part in tensors),
         out, out.stride()[:3], heads, rows, blocks, pairs,
