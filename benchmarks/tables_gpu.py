@@ -31,7 +31,7 @@ def gpu_goals_table() -> list[str]:
             fa4, cudnn = (found[tokens, kv_heads, name] for name in ("FA4", "cuDNN"))
             # cuDNN's against a whole attention by cuDNN.
             own = 8 * cudnn[f"{phase}_ms"] / cudnn[f"whole_cudnn_{phase}_ms"]
-            cells = (f"**{tax:.2f}** | {'holds' if tax <= goal else 'missed'}" for tax in (fa4[f"{phase}_tax"], own))
+            cells = (f"**{tax:.3f}** | {'holds' if tax <= goal else 'missed'}" for tax in (fa4[f"{phase}_tax"], own))
             lines.append(f"| {tokens} | {heads_of(fa4)} | {phase} | {goal:.2f} | {' | '.join(cells)} |")
     return lines
 
@@ -53,9 +53,9 @@ def gpu_tax_table() -> list[str]:
         receives = "by reference"
         if row["copies"]:
             receives = f"copied, {row['forward_copies_ms']:.2f} / {row['backward_copies_ms']:.2f}"
-        straight = f", results straight in {row['wire_dtype']}, {row['direction']} moves" if "results" in row else ""
+        sent = f", results={row['results']!r}" if "results" in row else ""
         lines.append(
-            f"| {row['tokens_per_rank']} | {heads_of(row)} | {KERNELS[row['kernel'], row['flash']]}{straight} | "
+            f"| {row['tokens_per_rank']} | {heads_of(row)} | {KERNELS[row['kernel'], row['flash']]}{sent} | "
             f"{row['coalesce']} | {receives} | "
             f"**{row['forward_tax']:.3f}** | **{row['backward_tax']:.3f}** | "
             f"{row['forward_ms']:.2f} / {row['backward_ms']:.2f} | {whole[0]:.1f} / {whole[1]:.1f} | "

@@ -37,8 +37,8 @@ the threads, of which there may be 1024.
 
 Both fill some 16 to 32 of an H200's 132 cores. Small programs take a place on every core where all are idle, as before
 the first tile, which then waits for them: in a ring of 8 with S = 4096 backward takes 0.3% less time with 32 of 32
-warps than with 128 of 8, and 0.8% less than with 256 of 4 (GQA 4: the same). Half as many warps take 3% longer, the next
-blocks copied to shared memory ahead 0.8% (GQA 4: the same) and more (gpu-trials)."""
+warps than with 128 of 8, and 0.8% less than with 256 of 4 (GQA 4: the same). Half as many warps take 3% longer, the
+next blocks copied to shared memory ahead 0.8% (GQA 4: the same) and more (gpu-trials)."""
 PASS_ROWS, PASS_WARPS = 16, 4
 """Of a program. On an H200 five partials merge at 3.5 TB/s so, at 2.7 with 32 rows; sums at 4.1 or 4 (gpu-trials)."""
 
