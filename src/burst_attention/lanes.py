@@ -10,8 +10,8 @@ transfers, and what is packed for them, stay on the caller's stream:
 
 A round begins when the caller's stream was `ready` for it: its block is there, and whatever was laid aside before it
 may be freed, which is why lanes may allocate. What a round read is written again, and what it wrote is sent, by
-transfers that are posted after a `join`. Home's own work, which backward ends with, was ready with round 0: whatever
-was taken in meanwhile was taken in `alone`.
+transfers that are posted after a `join`. Home's own work, which backward ends with, was ready with round 0: it reads
+nothing that came later, and what lanes have allocated is freed where it is used, or `alone`.
 
 Blocks of a kernel that was given to the GPU first are begun first, whatever stream they are from. A short pass over
 memory would so wait for nearly all of a tile that computes beside it, and what comes after it on its stream as well. So
@@ -115,7 +115,7 @@ class Lanes:
             return
         current = torch.cuda.current_stream(self.caller.device)
         others = [stream for stream in (self.caller, *self.used) if stream != current]
-        for stream in others if current != self.caller or not self._joined else ():
+        for stream in () if self._joined else others:
             current.wait_stream(stream)
         try:
             yield

@@ -130,13 +130,12 @@ class BackwardWork:
     def finish_heads(self, heads: int, key_heads: int) -> None:
         """End the gradients of the first heads, for which nothing more is computed. Nobody visits any more."""
         self.visiting.clear()
-        for name, total in self.home.items():
-            total.open_heads(key_heads if name in KEY_SIDE else heads)
-        totals = list(self.home.values())
-        with hurried(totals[0].tensor) if totals else contextlib.nullcontext():
-            for total in totals:
+        counts = {name: key_heads if name in KEY_SIDE else heads for name in self.home}
+        opened = [total for name, total in self.home.items() if total.open_heads(counts[name])]
+        with hurried(opened[0].tensor) if opened else contextlib.nullcontext():
+            for total in opened:
                 # The last of them is under way when blocks of the round end: it may take all that they leave.
-                total.finish_heads(beside=self.room and total is not totals[-1])
+                total.finish_heads(beside=self.room and total is not opened[-1])
 
 
 def sum_hurried(sum_parts: SumParts, beside: bool, target: Tensor, parts: Sequence[Part], load: bool) -> None:

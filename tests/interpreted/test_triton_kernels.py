@@ -183,12 +183,14 @@ def test_parts_of_a_gradient_wait_and_are_added(count: int) -> None:
     torch.testing.assert_close(deferring.finish(torch.float16), at_once.finish(torch.float16), atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize("programs", [1, 7, 30])
-def test_few_programs_add_all_parts(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("programs", [1, 7, 18])
+def test_few_programs_add_all_parts(monkeypatch: pytest.MonkeyPatch, programs: int, many: bool) -> None:
     """Beside something that computes they take blocks in turn: 18 of them here, of 3 in each of 6 heads."""
-    monkeypatch.setattr(fused, "BESIDE_FEW", fused.PassShape(programs, 32, 4))
+    monkeypatch.setattr(fused, "BESIDE_MANY" if many else "BESIDE_FEW", fused.PassShape(programs, 32, 4))
     torch.manual_seed(0)
-    parts = [Part(row, head, torch.randn(2, 2, 31, 24).half()) for row, head in ((0, 0), (39, 1), (20, 0))]
+    places = ((0, 0), (39, 1), (20, 0)) * (3 if many else 1)
+    parts = [Part(row, head, torch.randn(2, 2, 31, 24).half()) for row, head in places]
     found, wanted = (torch.full((2, 3, 70, 24), torch.nan) for _ in range(2))
     sum_parts(found, parts, load=False, beside=True)
     sum_parts(wanted, parts, load=False)

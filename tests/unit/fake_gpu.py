@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,9 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     def sums(_: Any, target: Any, parts: Any, load: bool, out: Any = None, beside: bool = False) -> dict[str, Any]:
         return {"read": (list(parts), target if load else ()), "write": target if out is None else out}
 
+    def lays_out(_: Any, lse: Any, delta: Any, *written: Any, **blocks: Any) -> dict[str, Any]:
+        return {"read": (lse, delta), "write": written[:3]}
+
     def makes(made: Any, *read: Any) -> dict[str, Any]:
         return {"made": made, "read": read}
 
@@ -78,7 +82,8 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     replace(in_torch.launch, adds_to_sums, (flash4, "_launch"))
     replace(in_torch.cast, lambda _, config, sums, dq, scale: {"read": sums, "write": dq}, (flash4, "_cast"))
     replace(in_torch.attend, makes, (flash4, "attend"))
-    replace(in_torch.padded_statistics, makes, (flash4, "padded_statistics"))
+    statistics = machine.kernel(in_torch.statistics, lays_out)
+    monkeypatch.setattr(fused, "_statistics_kernel", defaultdict(lambda: statistics))  # by any grid
     replace(in_torch.merge_partials, merges, (gpu, "merge_partials"), (vendor, "merge_partials"))
     replace(in_torch.sum_parts, sums, (fused, "sum_parts"), (gpu.DeferringKernel, "sum_parts"))
     replace(in_torch.fused_delta, makes, (gpu, "fused_delta"))

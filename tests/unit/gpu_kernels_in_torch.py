@@ -107,13 +107,15 @@ def stand_in_for_out(dout: Tensor, delta: Tensor) -> Tensor:
     return torch.where(size > 0, wide * delta[..., None] / size, 0.0).to(dout.dtype)
 
 
-def padded_statistics(lse: Tensor, delta: Tensor, padded: int, per_key: int, dim: int) -> tuple[Tensor, ...]:
-    """As in fused.py."""
-    batch, heads, rows = lse.shape
-    found = []
-    for x, beyond in ((lse / math.log(2), math.inf), (delta, 0.0)):
-        filled = torch.full((batch, heads, padded), beyond)
-        filled[:, :, :rows] = x.masked_fill(x == -math.inf, math.inf)
+def statistics(
+    lse: Tensor, delta: Tensor, lse_out: Tensor, delta_out: Tensor, sums: Tensor, lse_strides: Any, delta_strides: Any,
+    heads: int, per_key: int, row_count: int, padded: int, **blocks: int,
+) -> None:  # fmt: skip
+    """As the kernel in fused.py."""
+    assert lse.shape == delta.shape == (lse.shape[0], heads, row_count)
+    for x, beyond, out in ((lse / math.log(2), math.inf, lse_out), (delta, 0.0, delta_out)):
+        filled = torch.full((lse.shape[0], heads, padded), beyond)
+        filled[:, :, :row_count] = x.masked_fill(x == -math.inf, math.inf)
         groups = filled.unflatten(1, (-1, per_key)).transpose(1, 2)  # type: ignore[no-untyped-call]
-        found.append(groups.reshape(batch * per_key, heads // per_key, padded))
-    return found[0], found[1], torch.zeros(*found[0].shape[:2], padded * dim)
+        out.copy_(groups.reshape(out.shape))
+    sums.zero_()

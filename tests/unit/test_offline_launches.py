@@ -110,6 +110,21 @@ def test_every_pass_compiles(monkeypatch: pytest.MonkeyPatch, chip: int | str, d
         assert name == "_statistics_kernel" or "ld.global.v4.b32" in kernel.asm["ptx"], name
 
 
+@pytest.mark.parametrize("chip", [80, 90], indirect=True)
+@pytest.mark.parametrize(("dim", "dtype"), [(256, torch.bfloat16), (128, torch.float32)], ids=["256", "fp32"])
+def test_wide_rows_fit_registers_beside_tiles(
+    monkeypatch: pytest.MonkeyPatch, chip: int, dim: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    for name in ("BESIDE_FEW", "BESIDE_MANY"):
+        monkeypatch.setattr(fused, name, getattr(fused, name)._replace(programs=1))
+    total = torch.zeros(1, HEADS, ROWS, dim)
+    for count in (fused.FEW_PARTS, MAX_PARTS + 3):
+        fused.sum_parts(total, [Part(0, 0, rows(dim, dtype))] * count, load=True, beside=True)
+    made = compiled(fused._sum_kernel, chip)
+    assert len(made) == 2
+    assert [spilled(kernel, tmp_path) for kernel in made] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("chip", "dtype", "dim"),
     [*((chip, torch.bfloat16, 128) for chip in AMD), ("gfx942", torch.float32, 64)],

@@ -22,7 +22,7 @@ from burst_attention.ring import threads
 from tests.unit.stream_order import Machine
 
 pytest.importorskip("triton")
-from burst_attention.tiles import flash4, gpu, protocol, vendor
+from burst_attention.tiles import flash4, fused, gpu, protocol, vendor
 from tests.unit import fake_gpu
 
 HEADS, DIM = 4, 16
@@ -151,6 +151,25 @@ def test_what_hides_the_way_home_of_results_does_not_wait_for_them(
     assert all(turns[1] is not turns[0] for turns in readies.values())
 
 
+@pytest.mark.parametrize("kv_heads", [1, HEADS])
+def test_the_last_pass_that_ends_heads_may_take_the_whole_chip(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, kv_heads: int
+) -> None:
+    """Those before it leave most of it to the round. A single key head is not complete: there dq's is the last."""
+    passes: list[tuple[bool, str]] = []
+    finish_heads = protocol.Accumulator.finish_heads
+
+    def note(self: protocol.Accumulator, beside: bool = False) -> None:
+        passes.append((beside, threading.current_thread().name))
+        finish_heads(self, beside)
+
+    monkeypatch.setattr(protocol.Accumulator, "finish_heads", note)
+    run(monkeypatch, machine, "FA4", 2, "causal", kv_heads)
+    of_rank = [beside for beside, thread in passes if thread == passes[0][1]]
+    # In two calls.
+    assert of_rank == ([False] if kv_heads == 1 else [True, True, False]) * 2
+
+
 def no_wait_for_what_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     turn = CountedLanes.turn
     monkeypatch.setattr(CountedLanes, "turn", lambda self, ready: turn(self, {}))
@@ -230,7 +249,7 @@ BROKEN: dict[str, tuple[str, int, Callable[[pytest.MonkeyPatch], None], str]] = 
         "cuDNN", 8, lambda patch: alone_without(patch, before=False), "has yet to sum_parts",
     ),
     "memory goes back too early": ("cuDNN", 8, given_back_inside, "has yet to merge_partials"),
-    "sums grow before they are cleared": ("FA4", 4, turns_that_overtake, "padded_statistics (write)"),
+    "sums grow before they are cleared": ("FA4", 4, turns_that_overtake, "statistics (write)"),
     "receives are not waited for": ("FA4", 3, receives_not_waited_for, "has yet to aten::copy_"),
 }  # fmt: skip
 """By what is left out: a kernel, a number of ranks, how it is left out, and what is to be said of it."""
@@ -247,8 +266,8 @@ def test_what_is_out_of_order_is_seen(monkeypatch: pytest.MonkeyPatch, machine: 
 @pytest.mark.parametrize("before", [True, False], ids=["its-stream", "by-its-stream"])
 @pytest.mark.parametrize(
     ("module", "kv_heads"),
-    [(engine, HEADS), (work, 1), (flash4, HEADS), (protocol, HEADS)],
-    ids=["packing", "visitors", "sums-of-dq", "arrivals"],
+    [(engine, HEADS), (work, 1), (flash4, HEADS), (protocol, HEADS), (fused, HEADS)],
+    ids=["packing", "visitors", "sums-of-dq", "arrivals", "statistics"],
 )
 def test_a_pass_that_waits_for_nothing_is_seen(
     monkeypatch: pytest.MonkeyPatch, machine: Machine, module: Any, kv_heads: int, before: bool

@@ -293,7 +293,7 @@ def test_some_heads_are_finished_before_others(settled: bool) -> None:
     later = torch.full((1, 2, 2, 4), torch.nan)
     total.heads(2, 4).add(0, later)
     grown = total.growing("others", lambda: Grown(2), head=2)
-    total.open_heads(2)
+    assert total.open_heads(2)
     total.finish_heads()
     assert list(total._growing.values()) == [grown]
     later.fill_(8.0)
@@ -312,7 +312,7 @@ def test_heads_without_parts_are_finished_too(begun: bool) -> None:
     if begun:
         total.add(0, torch.ones(1, 4, 2, 4))
         total.settle()
-    total.open_heads(2)
+    assert total.open_heads(2)
     total.finish_heads()
     assert torch.equal(total.finish(torch.bfloat16), torch.full((1, 4, 2, 4), float(begun), dtype=torch.bfloat16))
 
@@ -324,8 +324,7 @@ def test_heads_are_not_finished_early_where_nothing_is_gained() -> None:
         Accumulator(torch.zeros(1, 4, 2, 4), result_dtype=torch.bfloat16),
         Accumulator(torch.zeros(1, 4, 2, 4), add_up),
     ):
-        total.open_heads(2)
-        total.finish_heads()
+        assert not total.open_heads(2)
         total.add(0, torch.ones(1, 4, 2, 4))
         assert torch.equal(total.finish(torch.float32), torch.ones(1, 4, 2, 4))
 

@@ -32,13 +32,15 @@ class PassShape(NamedTuple):
 
 FEW_PARTS = 5
 BESIDE_FEW, BESIDE_MANY = PassShape(32, 128, 32), PassShape(128, 32, 8)
-"""For up to so many parts, and for more, which would not fit the registers of a program of 32 warps; AMD's have twice
-the threads, of which there may be 1024.
+"""For up to so many parts, and for more, which would not fit the registers of a program of 32 warps. Most of AMD's have
+twice the threads, of which there may be 1024: they take the second.
 
 Both fill some 16 to 32 of an H200's 132 cores. Small programs take a place on every core where all are idle, as before
 the first tile, which then waits for them: in a ring of 8 with S = 4096 backward takes 0.3% less time with 32 of 32
 warps than with 128 of 8, and 0.8% less than with 256 of 4 (GQA 4: the same). Half as many warps take 3% longer, the
 next blocks copied to shared memory ahead 0.8% (GQA 4: the same) and more (gpu-trials)."""
+ROW_BYTES = 256
+"""Of a part, with which a shape has its rows: 128 numbers of 2 bytes."""
 PASS_ROWS, PASS_WARPS = 16, 4
 """Of a program. On an H200 five partials merge at 3.5 TB/s so, at 2.7 with 32 rows; sums at 4.1 or 4 (gpu-trials)."""
 
@@ -231,8 +233,7 @@ def sum_parts(
     out = target if out is None else out
     batch, heads, rows, dim = target.shape
     firsts, first_heads, tensors = zip(*parts, strict=True)
-    pairs, few = batch * heads, len(parts) <= FEW_PARTS and torch.version.hip is None
-    shape = BESIDE_FEW if few else BESIDE_MANY
+    pairs, shape = batch * heads, _shape_beside(tensors)
     turns = beside and triton.cdiv(rows, shape.rows) * pairs > shape.programs
     block, warps = (shape.rows, shape.warps) if turns else (PASS_ROWS, PASS_WARPS)
     blocks = triton.cdiv(rows, block)
@@ -243,6 +244,13 @@ def sum_parts(
         BLOCK=block, D=dim, PADDED=triton.next_power_of_2(dim), COUNT=len(parts), LOAD=load, TURNS=turns,
         num_warps=warps,
     )  # fmt: skip
+
+
+def _shape_beside(parts: Sequence[Tensor]) -> PassShape:
+    """A block has as many bytes of each part whatever their dim and dtype, for registers."""
+    shape = BESIDE_FEW if len(parts) <= FEW_PARTS and torch.version.hip is None else BESIDE_MANY
+    width = max(triton.next_power_of_2(part.shape[3]) * part.element_size() for part in parts)
+    return shape._replace(rows=max(min(shape.rows, shape.rows * ROW_BYTES // width), 1))
 
 
 def copy_on_gpu(target: Tensor, source: Tensor, beside: bool = False) -> None:

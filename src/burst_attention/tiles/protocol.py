@@ -217,19 +217,20 @@ class Accumulator:
         self.untouched = False
         return self.tensor
 
-    def open_heads(self, count: int) -> None:
-        """Make room to finish the first heads, to which nothing more is added, before others."""
+    def open_heads(self, count: int) -> bool:
+        """Make room to finish the first heads, to which nothing more is added, before others; says if that helps."""
         if not count or self._sum_parts is None or self._result_dtype in (None, self.tensor.dtype):
-            return
+            return False
         self._grown_heads = self._place_grown(count)
         self._result, self._finished = torch.empty_like(self.tensor, dtype=self._result_dtype), count
+        return True
 
     def finish_heads(self, beside: bool = False) -> None:
         """Finish the heads that were opened, while others are computed; `finish` does the rest. Allocates nothing."""
-        if self._result is not None:
-            for grown, place in self._grown_heads:
-                grown.take(place)
-            self._sum_heads(0, self._finished, beside)
+        for grown, place in self._grown_heads:
+            grown.take(place)
+        self._grown_heads.clear()
+        self._sum_heads(0, self._finished, beside)
 
     def _sum_heads(self, first: int, last: int, beside: bool = False) -> None:
         """The result of some heads."""
