@@ -84,6 +84,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"kernel": "auto", "coalesce": 2, "copies": True},
     {"kernel": "auto", "coalesce": 2, "copies": False, "results": "chain"},
     {"kernel": "cudnn", "coalesce": 2, "copies": False},
+    {"kernel": "cudnn", "coalesce": 2, "copies": True},
 )
 """Options of a call, and whether receives are copies; cuDNN by name only where no faster flash was activated."""
 RANKS_TIMED = (*range(8), 11, 15)

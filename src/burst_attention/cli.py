@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -22,9 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
     except ValueError as error:
         parser.exit(2, f"burst {args.command}: {error}\n")
+    except BrokenPipeError:
+        # Whoever read it has seen enough, as `| head` has. What is left to flush at the end goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         return 130
 
@@ -186,7 +193,10 @@ def _plan(args: argparse.Namespace) -> int:
     options |= {"mask": parse_mask(args.mask), "dtype": getattr(torch, args.dtype), "coalesce": "auto"}
     if args.coalesce is not None:
         options["coalesce"] = args.coalesce
-    print(plan(args.tokens, args.ranks, **options))
+    made = plan(args.tokens, args.ranks, **options)
+    if args.device == "cuda" and getattr(made.kernel, "name", "") == "cuda" and not torch.cuda.is_available():
+        print("burst plan: there is no GPU here; planned for Hopper with FlashAttention-4", file=sys.stderr)
+    print(made)
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -37,3 +39,24 @@ def test_what_cannot_be_planned_is_one_line(capsys: pytest.CaptureFixture[str]) 
     assert ended.value.code == 2
     said = capsys.readouterr()
     assert said.err == "burst plan: coalesce must be 'auto' or a whole number from 1 to 8, got 0\n" and not said.out
+
+
+def test_it_says_what_it_plans_for_where_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a GPU it knows what is there, and a plan for a CPU is the same everywhere."""
+    pytest.importorskip("triton", reason="without it other kernels are planned for, which a warning says")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    note = "burst plan: there is no GPU here; planned for Hopper with FlashAttention-4\n"
+    for device, said in (("cuda", note), ("cpu", "")):
+        assert main(["plan", "--tokens", "1024", "--ranks", "4", "--device", device]) == 0
+        assert capsys.readouterr().err == said
+
+
+def test_a_reader_who_has_seen_enough_ends_it_quietly() -> None:
+    command = [sys.executable, "-m", "burst_attention.cli", "plan", "--tokens", "1024", "--ranks", "4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 141 and said == b""
