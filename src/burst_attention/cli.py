@@ -23,15 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        status = int(args.run(args))
-        sys.stdout.flush()
-        return status
+        return int(args.run(args))
     except ValueError as error:
         parser.exit(2, f"burst {args.command}: {error}\n")
-    except BrokenPipeError:
-        # Whoever read it has seen enough, as `| head` has. What is left to flush at the end goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except KeyboardInterrupt:
         return 130
 
@@ -196,7 +190,12 @@ def _plan(args: argparse.Namespace) -> int:
     made = plan(args.tokens, args.ranks, **options)
     if args.device == "cuda" and getattr(made.kernel, "name", "") == "cuda" and not torch.cuda.is_available():
         print("burst plan: there is no GPU here; planned for Hopper with FlashAttention-4", file=sys.stderr)
-    print(made)
+    try:
+        print(made, flush=True)
+    except BrokenPipeError:
+        # Whoever read it has seen enough, as `| head` has. What is left to be written at the end goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return 0
 
 

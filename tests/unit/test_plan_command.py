@@ -60,3 +60,14 @@ def test_a_reader_who_has_seen_enough_ends_it_quietly() -> None:
         process.stdout.close()
         said = process.stderr.read()
     assert process.returncode == 141 and said == b""
+
+
+def test_a_pipe_that_breaks_elsewhere_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one to a rank that has died."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError("of a rank")
+
+    monkeypatch.setattr("burst_attention.api.plan", fail)
+    with pytest.raises(BrokenPipeError, match="of a rank"):
+        main(["plan", "--tokens", "1024", "--ranks", "4"])
