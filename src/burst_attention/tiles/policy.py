@@ -77,21 +77,21 @@ CHOICES = (
         "flash",
         lambda c: c.vendor and c.flash not in ("FA2", "") and c.flash_runs and c.head_dim == c.value_dim
         and c.head_dim in (64, 128),
-        "FA4 on 8192 x 8192: 716 forward, 621 backward with its sums; cuDNN 674 and 557, ours 672 and 579. A ring of 8 "
+        "FA4 on 8192 x 8192: 723 forward, 610 backward with its sums; cuDNN 679 and 551, ours 676 and 581. A ring of 8 "
         "with 4096 tokens each takes 4.4 ms backward, on ours 5.8. Measured in bf16 and D = 128 alone",
     ),
     Row(
         "triton",
         lambda c: c.phase == "backward" and c.gluon and c.half and c.capability == (9, 0) and c.scale > 0
         and c.head_dim == c.value_dim == 128,
-        "ours adds in place: 579 on 8192 x 8192, 483 on 2048 x 2048; cuDNN's with its sums 557 and 377. A causal ring "
+        "ours adds in place: 581 on 8192 x 8192, 484 on 2048 x 2048; cuDNN's with its sums 551 and 377. A causal ring "
         "of 8 with 8192 tokens each takes 20.6 ms, on cuDNN 19.8 and 1.4 times the memory (docs/design.md)",
     ),
     Row(
         "cudnn",
         lambda c: c.vendor and c.capability >= (9, 0) and c.head_dim % 8 == 0 and c.value_dim % 8 == 0
         and max(c.head_dim, c.value_dim) <= 256,
-        "forward on 8192 x 8192, 8192 x 4096, 4096 x 2048: 674, 663, 625; ours 672, 639, 562; FlashAttention-2 takes "
+        "forward on 8192 x 8192, 8192 x 4096, 4096 x 2048: 679, 668, 622; ours 676, 640, 563; FlashAttention-2 takes "
         "1.9 times as long. Partials merge several at once. A new shape costs it 150 ms, so steady ones only",
     ),
     Row(
