@@ -13,8 +13,10 @@ import contextlib
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from burst_attention.geometry import Piece, Rows, count_rows, row_offset
@@ -23,7 +25,8 @@ from burst_attention.merge import normalised
 from burst_attention.ring import Parcel, Pending, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer
 from burst_attention.schedule.bundles import KEY_SIDE
-from burst_attention.schedule.plan import OPERAND, RESULT
+from burst_attention.schedule.plan import OPERAND, RESULT, ResultRows
+from burst_attention.tiles import TileKernel
 from burst_attention.work import Work, state_of
 
 CHANNELS = {(OPERAND, False): 0, (RESULT, False): 1, (OPERAND, True): 2, (RESULT, True): 3}
@@ -54,6 +57,57 @@ class RowBuffer:
             begin = typed.storage_offset() + field.offset // size + first * stride[2]
             views[field.name] = typed.as_strided(shape, stride, begin)
         return views
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """A rank's part in a phase, as far as it is known before it runs."""
+
+    last_computed: Round | None
+    results_due: dict[int, list[Transfer]]
+    slot_rows: tuple[int, ...]
+    result_rows: ResultRows
+    computed: Bundle
+    """What results are computed in."""
+    packed: tuple[Rows, ...]
+    """By round, the rows of its own block that it packs and sends."""
+    in_parts: bool
+    """Whether on a GPU no round reads, or adds to, what another has written, if parts at home wait.
+
+    Our own kernel adds to a state or a gradient; so does a visitor to what comes from another. Row statistics that
+    travel are laid out for every round in one place.
+    """
+    leaves_room: bool
+
+
+def setup_of(plan: PhasePlan, rank: int, kernel: TileKernel, scale: float, device: torch.device) -> RankSetup:
+    """Worked out once for a plan, and kept with it: a call on a GPU should not take the host longer than the device."""
+    key = rank, kernel, scale, kernel.facts(device)
+    if key not in plan.setups:
+        plan.setups[key] = _make_setup(plan, rank, kernel, scale)
+    setup: RankSetup = plan.setups[key]
+    return setup
+
+
+def _make_setup(plan: PhasePlan, rank: int, kernel: TileKernel, scale: float) -> RankSetup:
+    rounds = plan.rounds[rank]
+    steps = [step for step in rounds if step.pieces]
+    due: dict[int, list[Transfer]] = {}
+    for transfer in (t for step in rounds for t in step.receives if t.channel == RESULT):
+        due.setdefault(transfer.due, []).append(transfer)
+    computed = plan.computed_results(rank, kernel, scale)
+    alone = not plan.results.fields or (plan.straight and computed == plan.results)
+    apart = alone and not plan.operands.statistics and len(steps) > 1
+    return RankSetup(
+        last_computed=steps[-1] if steps else None,
+        results_due=due,
+        slot_rows=plan.slot_rows(rank),
+        result_rows=plan.result_slot_rows(rank),
+        computed=computed,
+        packed=tuple(plan.packed_at_home(rank, step) for step in rounds),
+        in_parts=apart and all(kernel.gives_parts(plan, step, scale) for step in steps),
+        leaves_room=all(kernel.leaves_room(plan, step, scale) for step in steps),
+    )
 
 
 def run_phase(runs: Sequence[PhaseRun]) -> None:
@@ -115,24 +169,20 @@ class PhaseRun:
     ) -> None:
         self.plan, self.ring, self.home, self.work, self.group = plan, ring, home, work, group
         self.rounds = plan.rounds[ring.rank]
-        self.last_computed = next((step for step in reversed(self.rounds) if step.pieces), None)
-        self.results_due: dict[int, list[Transfer]] = {}
-        for transfer in (t for step in self.rounds for t in step.receives if t.channel == RESULT):
-            self.results_due.setdefault(transfer.due, []).append(transfer)
+        setup = self.setup = setup_of(plan, ring.rank, work.kernel, work.scale, home["q"].device)
         # Backward's out belongs to home's queries and does not travel with visiting ones: delta stands for it.
         self.staying = {name: x for name, x in home.items() if name != "out" or plan.direction == "kv"}
-        self.slots = [self._buffer(OPERAND, plan.operands, rows) for rows in plan.slot_rows(ring.rank)]
-        rows = max(plan.slot_rows(ring.rank))
+        self.slots = [self._buffer(OPERAND, plan.operands, rows) for rows in setup.slot_rows]
+        rows = max(setup.slot_rows)
         self.dense = {
             field.name: home["q"].new_empty(field.batch * field.heads * rows, dtype=field.dtype)
             for field in plan.operands.statistics
         }
         if plan.topology.per_host > 1:
             ring.open_lanes(home["q"].device)
-        results = plan.result_slot_rows(ring.rank)
-        computed = plan.computed_results(ring.rank, work.kernel, work.scale)
-        self.sent_as_computed = computed == plan.results
-        self.computing = self._buffer(RESULT, computed, results.computed)
+        results = setup.result_rows
+        self.sent_as_computed = setup.computed == plan.results
+        self.computing = self._buffer(RESULT, setup.computed, results.computed)
         # Where results travel as they are computed, these change places with it: one round, or a whole turn, later.
         self.sending = self._buffer(RESULT, plan.results, results.computed)
         self.held = self._buffer(RESULT, plan.results, results.held)
@@ -141,29 +191,14 @@ class PhaseRun:
         self.receiving_long = self._buffer(RESULT, plan.results, results.received_long)
         self.under_way: list[tuple[int, Pending]] = []
         """Transfers posted and not waited for, with the round they are due in."""
-        self.lanes = Lanes(home["q"].device if self._rounds_are_apart() else None)
+        # Groups of heads take turns already.
+        apart = home["q"].is_cuda and group is None and setup.in_parts and work.lays_aside
+        self.lanes = Lanes(home["q"].device if apart else None)
         self.first_ready: Any = None
         """What round 0 waits for (lanes.py)."""
-        kernel, computed_rounds = work.kernel, [step for step in self.rounds if step.pieces]
-        self.room = bool(self.lanes.streams) and all(
-            kernel.leaves_room(plan, step, work.scale) for step in computed_rounds
-        )
+        self.room = bool(self.lanes.streams) and setup.leaves_room
         """Whether passes over memory run beside rounds, in a part of the chip."""
         work.take_in_alone(self.lanes, self.room)
-
-    def _rounds_are_apart(self) -> bool:
-        """Whether on a GPU no round reads, or adds to, what another has written: what they give is laid aside.
-
-        Our own kernel adds to a state or a gradient; so does a visitor to what comes from another. Row statistics that
-        travel are laid out for every round in one place, and groups of heads take turns already.
-        """
-        plan, kernel, scale = self.plan, self.work.kernel, self.work.scale
-        if not self.home["q"].is_cuda or self.group is not None or plan.operands.statistics:
-            return False
-        alone = not plan.results.fields or (plan.straight and self.sent_as_computed)
-        steps = [step for step in self.rounds if step.pieces]
-        parts = alone and self.work.lays_aside and all(kernel.gives_parts(plan, step, scale) for step in steps)
-        return parts and len(steps) > 1
 
     def _buffer(self, channel: str, bundle: Bundle, rows: int) -> RowBuffer:
         what = f"{self.plan.phase} {channel}"
@@ -203,7 +238,7 @@ class PhaseRun:
             times = tuple(self.ring.time_of(pending) for pending in finished if pending.sends or pending.receives)
             when = *self.computed, *waited
             self.ring.trace.append(TraceEvent(self.plan.phase, step.index, blocks, *when, times, self.group or 0))
-        for transfer in self.results_due.get(step.index, ()):
+        for transfer in self.setup.results_due.get(step.index, ()):
             self._combine(transfer, step)
         self.work.settle_visiting()
         if self.plan.results.fields and step.row_count:
@@ -237,7 +272,7 @@ class PhaseRun:
 
     def _pack_home(self, step: Round) -> Rows:
         """Pack the rows of its own block that this rank sends now, once whoever gets them, and say which."""
-        rows = self.plan.packed_at_home(self.ring.rank, step)
+        rows = self.setup.packed[step.index]
         for name, view in self._packing(step).fields(0, count_rows(rows)).items() if rows else ():
             offset = 0
             for first, last in rows:
@@ -288,12 +323,13 @@ class PhaseRun:
         if not step.pieces and not self.plan.results.fields:
             # It only passes through.
             return
+        last = step is self.setup.last_computed
         for pieces, first, count in self._portions(step):
             with self.lanes.turn(ready):
                 visiting = self._densely(self.slots[self.plan.slot_of(step.index)].fields(first, count))
                 if self.plan.results.fields:
                     visiting |= self.computing.fields(first, count)
-                self.work.compute(pieces, {**self.staying, **visiting}, visiting.keys(), step is self.last_computed)
+                self.work.compute(pieces, {**self.staying, **visiting}, visiting.keys(), last)
                 if self.plan.straight:
                     self.work.settle_visiting()
 
@@ -321,7 +357,7 @@ class PhaseRun:
 
     def _compute_home(self, step: Round) -> None:
         if step.heads is None:
-            self.work.compute(step.pieces, self.home, (), step is self.last_computed)
+            self.work.compute(step.pieces, self.home, (), step is self.setup.last_computed)
             return
         heads, key_heads = step.heads, self.plan.shapes.key_heads(step.heads)
         of = {name: slice(*(key_heads if name in KEY_SIDE else heads)) for name in self.home}

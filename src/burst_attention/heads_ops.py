@@ -16,6 +16,7 @@ from torch import Tensor
 from burst_attention.agreement import shapes_of
 from burst_attention.engine import RowBuffer
 from burst_attention.layout import Layout
+from burst_attention.operators import as_operator
 from burst_attention.ops import attention, attention_gradients, prepare, refuse_double_backward, told_to_all
 from burst_attention.options import parse_options
 from burst_attention.ring import Parcel, PartOfRing, Ring, TraceEvent, ring_named
@@ -145,7 +146,7 @@ class HeadExchange:
 @torch.library.impl(FORWARD, "default")
 def _forward_impl(q: Tensor, k: Tensor, v: Tensor, options: str, ring: str) -> tuple[Tensor, ...]:
     """(out, lse) of this rank's queries, then q, k, v, out and lse as they are after the exchange, for backward."""
-    with torch.autocast(q.device.type, enabled=False):
+    with as_operator(q):
         return run_forward(q, k, v, options, ring_named(ring))
 
 
@@ -167,7 +168,7 @@ def _backward_impl(
 
     q, k, v, out and lse are as after the exchange; `key_shape` is the shape of k before it.
     """
-    with torch.autocast(dout.device.type, enabled=False):
+    with as_operator(dout):
         return run_backward(dout, dlse, (q, k, v, out, lse), key_shape, options, ring_named(ring), needs)
 
 

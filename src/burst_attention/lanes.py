@@ -40,11 +40,17 @@ allocated on a lane is kept for it."""
 
 
 class _Now(threading.local):
-    """Of what a thread enqueues, the lanes it is part of, the stream of its hurried passes, and that one's number."""
+    """Of what a thread enqueues, the lanes it is part of, its stream, and that of its hurried passes, by a number."""
 
     lanes: Lanes | None = None
     hurried: Any = None
     number: int = 0
+
+    @property
+    def stream(self) -> Any:
+        """Where what is not hurried goes."""
+        assert self.lanes is not None
+        return self.lanes.streams[self.number - 1] if self.number else self.lanes.caller
 
 
 _now = _Now()
@@ -81,7 +87,7 @@ class Lanes:
         self._joined = False
         for event in (ready, self._begun) if self._begun is not None else (ready,):
             self.streams[number].wait_event(event)
-        with torch.cuda.stream(self.streams[number]), self._passes_on(1 + number):
+        with on_stream(self.streams[number], self.caller), self._passes_on(1 + number):
             yield
 
     @contextlib.contextmanager
@@ -134,11 +140,11 @@ def hurried(x: Tensor) -> Iterator[None]:
     if other is None:
         yield
         return
-    current = torch.cuda.current_stream(x.device)
+    current = _now.stream
     other.wait_stream(current)
     _now.hurried = None
     try:
-        with torch.cuda.stream(other):
+        with on_stream(other, current):
             yield
     finally:
         _now.hurried = other
@@ -148,8 +154,18 @@ def hurried(x: Tensor) -> Iterator[None]:
 def begins(x: Tensor) -> None:
     """Just before the tile of a turn, on tensors such as x."""
     if _now.lanes is not None:
-        _now.lanes._begun = torch.cuda.current_stream(x.device).record_event()
+        _now.lanes._begun = _now.stream.record_event()
         _now.hurried = _now.lanes._hurried[_now.number]
+
+
+@contextlib.contextmanager
+def on_stream(stream: Any, current: Any) -> Iterator[None]:
+    """As `torch.cuda.stream`, for those who know the current stream and stay on its device: a third of the time."""
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(current)
 
 
 def _lanes_of(caller: Any) -> list[tuple[Any, Any]]:

@@ -142,7 +142,7 @@ class Layout:
     @property
     def stride(self) -> int:
         """How far apart neighbours in a shard are: the ring's size where shards are stripes, else 1."""
-        return max((run.stride for runs in _all_runs(self) for run in runs), default=1)
+        return _stride(self)
 
     def runs_by_remainder(self, stride: int, rank: int) -> tuple[Run, ...]:
         """The positions of a rank as runs of one stride, each run of consecutive tokens split by remainder."""
@@ -220,6 +220,11 @@ class Layout:
     def _require_length(self, x: Tensor, dim: int) -> None:
         if x.size(dim) != self.tokens:
             raise ValueError(f"dim {dim} has {x.size(dim)} tokens, {self} holds {self.tokens}; give the whole tensor")
+
+
+@lru_cache(maxsize=256)
+def _stride(layout: Layout) -> int:
+    return max((run.stride for runs in _all_runs(layout) for run in runs), default=1)
 
 
 @lru_cache(maxsize=256)

@@ -27,6 +27,7 @@ from burst_attention.logits import (
     head_gradients,
     head_statistics,
 )
+from burst_attention.operators import as_operator
 from burst_attention.tiles.pick import has_triton
 
 FORWARD, BACKWARD = "burst_attention::head_statistics", "burst_attention::head_statistics_backward"
@@ -226,7 +227,7 @@ def _require_labels(labels: Tensor, vocabulary: int) -> None:
 @torch.library.impl(FORWARD, "default")
 def _forward_impl(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *options: Any) -> Tensor:
     _require_labels(labels, len(weight))
-    with torch.autocast(hidden.device.type, enabled=False):
+    with as_operator(hidden):
         return head_statistics(hidden, weight, bias, labels, LogitOptions(*options))
 
 
@@ -243,7 +244,7 @@ def _backward_impl(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias; an empty tensor for each letter of "hwb" that is not in `needs`."""
     saved = hidden, weight, bias, labels, statistics
-    with torch.autocast(hidden.device.type, enabled=False):
+    with as_operator(hidden):
         found = head_gradients(dstatistics, saved, LogitOptions(*options), needs)
     dhidden, dweight, dbias = (hidden.new_empty(0) if x is None else x.to(hidden.dtype) for x in found)
     return dhidden, dweight, dbias

@@ -23,6 +23,7 @@ from burst_attention.kept import kept
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask
 from burst_attention.merge import Deferred, State, clear
+from burst_attention.operators import as_operator
 from burst_attention.options import WIRE_DTYPES, Options, parse_options
 from burst_attention.ring import Ring, ring_named
 from burst_attention.schedule import HeadsPlan, PhasePlan, Plan, Shapes, build_heads_plan, build_plan
@@ -47,7 +48,7 @@ backward_op = torch.ops.burst_attention.backward.default
 @torch.library.impl(FORWARD, "default")
 def _forward_impl(q: Tensor, k: Tensor, v: Tensor, options: str, ring: str) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over the keys of all ranks."""
-    with torch.autocast(q.device.type, enabled=False):
+    with as_operator(q):
         return run_forward(q, k, v, options, ring_named(ring))
 
 
@@ -65,7 +66,7 @@ def _backward_impl(
     needs: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of this rank's tokens; an empty tensor for each letter of "qkv" that is not in `needs`."""
-    with torch.autocast(q.device.type, enabled=False):
+    with as_operator(q):
         return run_backward(dout, dlse, (q, k, v, out, lse), options, ring_named(ring), needs)
 
 
@@ -274,13 +275,11 @@ def require_served(kernel: TileKernel, plan: Plan) -> None:
     if type(kernel).serves is TileKernel.serves:
         return
     for phase in (plan.forward, plan.backward):
-        for step in (step for rounds in phase.rounds for step in rounds) if phase else ():
-            for piece in step.pieces:
-                if not kernel.serves(piece):
-                    raise ValueError(
-                        f"kernel {kernel.name!r} serves full and square causal pieces only, and mask {plan.mask} in "
-                        f"layout {plan.layout} has others; use kernel='auto'"
-                    )
+        if phase and not all(map(kernel.serves, phase.all_pieces)):
+            raise ValueError(
+                f"kernel {kernel.name!r} serves full and square causal pieces only, and mask {plan.mask} in "
+                f"layout {plan.layout} has others; use kernel='auto'"
+            )
 
 
 @torch.library.register_fake(FORWARD)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -60,20 +60,11 @@ class Options:
     """Neighbouring ranks that exchange heads for tokens; 1 is a ring of all ranks."""
 
     def __str__(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(vars(self), sort_keys=True)
 
     def layouts(self, query_lengths: tuple[int, ...], key_lengths: tuple[int, ...]) -> tuple[Layout, Layout]:
         """The layouts of queries and keys for the lengths that the ranks hold; they must fit on every rank."""
-        layout = resolve_layout(self.layout, sum(query_lengths), len(query_lengths))
-        if self.key_layout is not None:
-            key_layout = resolve_layout(self.key_layout, sum(key_lengths), len(key_lengths), "key_layout")
-        elif self.layout in LAYOUT_NAMES:
-            key_layout = resolve_layout(self.layout, sum(key_lengths), len(key_lengths))
-        else:
-            key_layout = layout
-        _require_lengths(layout, query_lengths, "query", "layout")
-        _require_lengths(key_layout, key_lengths, "key", "key_layout" if self.key_layout else "layout")
-        return layout, key_layout
+        return _fitting_layouts(self.layout, self.key_layout, query_lengths, key_lengths)
 
     def lengths(self, ring_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The tokens that every rank holds, when the layouts alone say it."""
@@ -160,6 +151,23 @@ def make_options(
     )
 
 
+@lru_cache(maxsize=256)
+def _fitting_layouts(
+    text: str, key_text: str | None, query_lengths: tuple[int, ...], key_lengths: tuple[int, ...]
+) -> tuple[Layout, Layout]:
+    layout = resolve_layout(text, sum(query_lengths), len(query_lengths))
+    if key_text is not None:
+        key_layout = resolve_layout(key_text, sum(key_lengths), len(key_lengths), "key_layout")
+    elif text in LAYOUT_NAMES:
+        key_layout = resolve_layout(text, sum(key_lengths), len(key_lengths))
+    else:
+        key_layout = layout
+    _require_lengths(layout, query_lengths, "query", "layout")
+    _require_lengths(key_layout, key_lengths, "key", "key_layout" if key_text else "layout")
+    return layout, key_layout
+
+
+@lru_cache(maxsize=256)
 def resolve_layout(text: str, tokens: int, ring_size: int, argument: str = "layout") -> Layout:
     """A layout from its text, or from a bare name and the length."""
     layout = Layout(text, tokens, ring_size) if text in LAYOUT_NAMES else Layout.parse(text)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from burst_attention import Ring
+from burst_attention import Ring, burst_attention, causal, run_ranks
 from burst_attention.exactness import Problem, Sharding, gather, judge, run_rank
 from tests.ring.matrix import require_exact
 
@@ -48,3 +48,15 @@ def test_a_rank_per_device_is_exact(backend: str, tmp_path: Path) -> None:
     mp.spawn(attend, (backend, str(tmp_path)), nprocs=RANKS)  # type: ignore[no-untyped-call]
     result = gather(PROBLEM, SHARDING, [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)])
     require_exact(PROBLEM, SHARDING, judge(PROBLEM, result, "cpu" if backend == "gloo" else "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs")
+def test_tensors_may_be_on_another_gpu_than_the_current_one() -> None:
+    """As with torch's operators; kernels and streams follow the tensors, and the current device stays what it was."""
+    q, k, v = (torch.randn(1, 2, 2048, 128, device="cuda:1", dtype=torch.bfloat16) for _ in range(3))
+    with torch.cuda.device(0):
+        (found,) = run_ranks(lambda ring: burst_attention(q, k, v, ring=ring, mask=causal()), 1)
+        assert torch.cuda.current_device() == 0
+    expected = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
+    torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)

@@ -35,6 +35,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, pool: int) -> Machine:
     monkeypatch.setattr(torch.cuda, "current_stream", made.current)
     monkeypatch.setattr(torch.cuda, "Stream", made.stream)
     monkeypatch.setattr(torch.cuda, "stream", made.on)
+    monkeypatch.setattr(torch.cuda, "set_stream", made.go_on)
     monkeypatch.setattr(threads, "_rank_streams", lambda size: [made.stream() for _ in range(size)])
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(lanes, "_lanes", {})

@@ -116,6 +116,10 @@ class Machine:
         finally:
             self.local.stream = before
 
+    def go_on(self, stream: Stream) -> None:
+        """What is enqueued from now on goes to a stream."""
+        self.local.stream = stream
+
     def look_at_freed(self) -> None:
         for key in [key for key, block in self._blocks.items() if block.alive.expired()]:
             block = self._blocks.pop(key)

@@ -55,6 +55,7 @@ def caller(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[-1])
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: streams.__setitem__(-1, stream))
     monkeypatch.setattr(module, "_lanes", {})
     return streams[0]
 

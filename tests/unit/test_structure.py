@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import those of earlier lines, and its neighbours within one package.
 LAYERS = [
-    {"version", "geometry", "kept", "lanes"},
+    {"version", "geometry", "kept", "lanes", "operators"},
     {"mask", "topology", "merge", "reference"},
     {"layout"},
     {"schedule"},

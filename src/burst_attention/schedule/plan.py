@@ -12,10 +12,10 @@ where results travel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -225,6 +225,16 @@ class PhasePlan:
         """Bytes that leave any host; in a flat ring every rank counts as one."""
         sends = (t for rounds in self.rounds for step in rounds for t in step.sends)
         return sum(self.nbytes(t) for t in sends if t.link == BETWEEN)
+
+    @cached_property
+    def setups(self) -> dict[Hashable, Any]:
+        """What the engine has worked out for ranks of this plan (`RankSetup`), kept as long as the plan is."""
+        return {}
+
+    @cached_property
+    def all_pieces(self) -> frozenset[Piece]:
+        """Every piece that any rank computes, as it is given to a kernel."""
+        return frozenset(piece for rounds in self.rounds for step in rounds for piece in step.pieces)
 
     @cached_property
     def total_messages(self) -> int:

@@ -16,7 +16,7 @@ from burst_attention.merge import State
 from burst_attention.schedule import Bundle, PhasePlan, Round
 from burst_attention.tiles.gpu import DeferringKernel
 from burst_attention.tiles.hopper import has_async_add, has_gluon
-from burst_attention.tiles.policy import Case, active_flash, choose
+from burst_attention.tiles.policy import Case, active_flash, capability_of, choose
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.split import FULL, split_piece
 from burst_attention.tiles.triton_kernel import TritonKernel
@@ -105,9 +105,10 @@ def facts(device: torch.device | None) -> tuple[tuple[int, int], str, bool, bool
     Where there is no GPU, as on a laptop that plans: those of Hopper with FlashAttention-4.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
-    if not torch.cuda.is_available():
+    capability = capability_of(device)
+    if capability is None:
         return (9, 0), "FA4", deterministic, True
-    capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+    capability = (0, 0) if torch.version.hip else capability
     return capability, active_flash(), deterministic, has_gluon() and has_async_add()
 
 

@@ -30,7 +30,7 @@ from burst_attention.schedule import Bundle, PhasePlan, Round, Shapes
 from burst_attention.schedule.bundles import Heads
 from burst_attention.tiles.fused import padded_statistics
 from burst_attention.tiles.hopper import loadable
-from burst_attention.tiles.policy import active_flash
+from burst_attention.tiles.policy import active_flash, capability_of
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.start import start
 
@@ -55,10 +55,8 @@ def is_there(device: torch.device | None = None) -> bool:
 
     Where there is no GPU, as on a laptop that plans, they are planned for (`facts` in cuda.py).
     """
-    if not torch.cuda.is_available():
-        return True
-    known = active_flash() == "FA4" and installed_version() in KNOWN
-    return known and torch.cuda.get_device_capability(device) == (9, 0)
+    capability = capability_of(device)
+    return capability is None or (capability == (9, 0) and active_flash() == "FA4" and installed_version() in KNOWN)
 
 
 def serves_dims(head_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device | None = None) -> bool:

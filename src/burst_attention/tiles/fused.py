@@ -45,6 +45,16 @@ PASS_ROWS, PASS_WARPS = 16, 4
 """Of a program. On an H200 five partials merge at 3.5 TB/s so, at 2.7 with 32 rows; sums at 4.1 or 4 (gpu-trials)."""
 
 
+def _blocks(rows: int, block: int) -> int:
+    """Blocks that rows take. In the host's own integers, as below: triton's functions for it take microseconds."""
+    return -(-rows // block)
+
+
+def _power_of_two(dim: int) -> int:
+    """The next."""
+    return 1 << (dim - 1).bit_length()
+
+
 @triton.jit
 def _load_lse(lse_ptr, strides, first, count, batch, head, rows):
     """A partial's lse; -inf for rows that it does not have."""
@@ -121,13 +131,13 @@ def merge_partials(
     assert len(partials) <= MAX_PARTIALS, f"at most {MAX_PARTIALS} partials, got {len(partials)}"
     batch, heads, rows, dim = state.acc.shape
     out, lse = finished or (state.acc, state.peak)
-    start(_merge_kernel[(triton.cdiv(rows, PASS_ROWS), batch * heads)])(
+    start(_merge_kernel[(_blocks(rows, PASS_ROWS), batch * heads)])(
         state.acc, state.peak, state.total, state.acc.stride()[:3], state.peak.stride(),
         tuple(p.out for p in partials), tuple(p.lse for p in partials),
         tuple(p.out.stride()[:3] for p in partials), tuple(p.lse.stride() for p in partials),
         tuple(p.first for p in partials), tuple(p.out.shape[2] for p in partials),
         out, lse, out.stride()[:3], lse.stride(), heads, rows,
-        BLOCK=PASS_ROWS, E=dim, PADDED=triton.next_power_of_2(dim), COUNT=len(partials), LOAD=load,
+        BLOCK=PASS_ROWS, E=dim, PADDED=_power_of_two(dim), COUNT=len(partials), LOAD=load,
         FINISH=finished is not None,
     )  # fmt: skip
 
@@ -164,9 +174,9 @@ def stand_in_for_out(dout: Tensor, delta: Tensor) -> Tensor:
     """
     out = torch.empty_like(dout)
     batch, heads, rows, dim = dout.shape
-    start(_stand_in_kernel[(triton.cdiv(rows, PASS_ROWS), batch * heads)])(
+    start(_stand_in_kernel[(_blocks(rows, PASS_ROWS), batch * heads)])(
         dout, delta, out, dout.stride()[:3], delta.stride(), out.stride()[:3], heads, rows,
-        BLOCK=PASS_ROWS, E=dim, PADDED=triton.next_power_of_2(dim),
+        BLOCK=PASS_ROWS, E=dim, PADDED=_power_of_two(dim),
     )  # fmt: skip
     return out
 
@@ -233,15 +243,15 @@ def sum_parts(
     out = target if out is None else out
     batch, heads, rows, dim = target.shape
     firsts, first_heads, tensors = zip(*parts, strict=True)
-    pairs, shape = batch * heads, _shape_beside(tensors)
-    turns = beside and triton.cdiv(rows, shape.rows) * pairs > shape.programs
-    block, warps = (shape.rows, shape.warps) if turns else (PASS_ROWS, PASS_WARPS)
-    blocks = triton.cdiv(rows, block)
-    start(_sum_kernel[(shape.programs,) if turns else (blocks, pairs)])(
+    pairs, shape = batch * heads, _shape_beside(tensors) if beside else None
+    turns = shape is not None and _blocks(rows, shape.rows) * pairs > shape.programs
+    block, warps = (shape.rows, shape.warps) if shape and turns else (PASS_ROWS, PASS_WARPS)
+    blocks = _blocks(rows, block)
+    start(_sum_kernel[(shape.programs,) if shape and turns else (blocks, pairs)])(
         target, tensors, target.stride()[:3], tuple(part.stride()[:3] for part in tensors),
         firsts, tuple(part.shape[2] for part in tensors), first_heads, tuple(part.shape[1] for part in tensors),
         out, out.stride()[:3], heads, rows, blocks, pairs,
-        BLOCK=block, D=dim, PADDED=triton.next_power_of_2(dim), COUNT=len(parts), LOAD=load, TURNS=turns,
+        BLOCK=block, D=dim, PADDED=_power_of_two(dim), COUNT=len(parts), LOAD=load, TURNS=turns,
         num_warps=warps,
     )  # fmt: skip
 
@@ -249,7 +259,7 @@ def sum_parts(
 def _shape_beside(parts: Sequence[Tensor]) -> PassShape:
     """A block has as many bytes of each part whatever their dim and dtype, for registers."""
     shape = BESIDE_FEW if len(parts) <= FEW_PARTS and torch.version.hip is None else BESIDE_MANY
-    width = max(triton.next_power_of_2(part.shape[3]) * part.element_size() for part in parts)
+    width = max(_power_of_two(part.shape[3]) * part.element_size() for part in parts)
     return shape._replace(rows=max(min(shape.rows, shape.rows * ROW_BYTES // width), 1))
 
 
@@ -290,9 +300,9 @@ def fused_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     delta = torch.empty(batch, heads, rows, dtype=torch.float32, device=out.device)
     extra = delta if dlse is None else dlse
     if rows:
-        start(_delta_kernel[(triton.cdiv(rows, PASS_ROWS), batch * heads)])(
+        start(_delta_kernel[(_blocks(rows, PASS_ROWS), batch * heads)])(
             out, dout, extra, delta, out.stride()[:3], dout.stride()[:3], extra.stride(), delta.stride(), heads, rows,
-            BLOCK=PASS_ROWS, E=dim, PADDED=triton.next_power_of_2(dim), WITH_LSE=dlse is not None,
+            BLOCK=PASS_ROWS, E=dim, PADDED=_power_of_two(dim), WITH_LSE=dlse is not None,
         )  # fmt: skip
     return delta
 
@@ -334,7 +344,7 @@ def padded_statistics(lse: Tensor, delta: Tensor, padded: int, per_key: int, dim
     results = [torch.empty(shape, dtype=torch.float32, device=lse.device) for _ in range(2)]
     sums = lse.new_empty(*shape[:2], padded * dim, dtype=torch.float32)
     with hurried(lse):
-        start(_statistics_kernel[(triton.cdiv(padded, STATISTICS_ROWS), batch * heads)])(
+        start(_statistics_kernel[(_blocks(padded, STATISTICS_ROWS), batch * heads)])(
             lse, delta, *results, sums, lse.stride(), delta.stride(), heads, per_key, rows, padded,
             BLOCK=STATISTICS_ROWS, D=dim,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 from burst_attention.geometry import Piece
 from burst_attention.merge import State
 from burst_attention.tiles.block_table import block_table
+from burst_attention.tiles.policy import capability_of
 from burst_attention.tiles.protocol import BackwardInputs
 from burst_attention.tiles.start import start
 
@@ -62,7 +63,7 @@ def serves_backward(x: BackwardInputs, scale: float) -> bool:
 
 def _served(tensors: tuple[Tensor, ...], scale: float) -> bool:
     q = tensors[0]
-    on_hopper = q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device) == (9, 0)
+    on_hopper = q.is_cuda and torch.version.hip is None and capability_of(q.device) == (9, 0)
     half = q.dtype in (torch.bfloat16, torch.float16)
     return on_hopper and half and scale > 0 and has_gluon() and all(loadable(x) for x in tensors)
 

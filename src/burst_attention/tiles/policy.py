@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -111,6 +112,19 @@ CHOICES = (
 def runs_on(flash: str, capability: tuple[int, int]) -> bool:
     """Whether torch lets a version of flash run on a chip."""
     return flash not in FLASH_CHIPS or capability[0] in FLASH_CHIPS[flash]
+
+
+def capability_of(device: torch.device | None) -> tuple[int, int] | None:
+    """Of a GPU, or of the current one; None where there is none."""
+    if device is not None and device.type == "cuda":
+        return _known_capability(device)
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+
+
+@lru_cache(maxsize=64)
+def _known_capability(device: torch.device) -> tuple[int, int]:
+    """It does not change, and is asked for with every piece."""
+    return torch.cuda.get_device_capability(device)
 
 
 def active_flash() -> str:
