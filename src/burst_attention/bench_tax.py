@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -283,15 +283,22 @@ def whole_ms(case: TaxCase, name: str, repeat: int) -> dict[str, float]:
 
 
 def tax_rows(cases: Sequence[TaxCase], repeat: int, ranks: Sequence[int] = RANKS_TIMED) -> Iterator[dict[str, Any]]:
-    """The ring tax of each case, and of some in all variants; the slowest of the `ranks` that exist is taken."""
+    """The ring tax of each case, and of some in all variants; the slowest of the `ranks` that exist is taken.
+
+    Rings of different sizes may split the same attention, which is timed once then; with a full mask ranks are alike.
+    """
+    wholes: dict[TaxCase, dict[str, dict[str, float]]] = {}
     for case in cases:
         names = ("cudnn", "flash", "flash4") if has_flash4(case) else ("cudnn", "flash")
-        timed = {name: whole for name in names if (whole := _try_whole(case, name, repeat)) is not None}
+        alone = replace(case, ranks=1, tokens_per_rank=case.tokens)
+        if alone not in wholes:
+            wholes[alone] = {name: found for name in names if (found := _try_whole(alone, name, repeat)) is not None}
+        timed = wholes[alone]
         row = case_fields(case) | {"suite": "gpu-tax", "flash": flash_name(), "repeat": repeat}
         for name, whole in timed.items():
             row |= {f"whole_{name}_{phase}_ms": found for phase, found in whole.items()}
         best = [min(whole[phase] for whole in timed.values() if phase in whole) for phase in ("forward", "backward")]
-        chosen = [rank for rank in ranks if rank < case.ranks]
+        chosen = [rank for rank in ranks if rank < case.ranks][: None if case.causal else 2]
         for variant in VARIANTS if case in MAIN_CASES else VARIANTS[:1]:
             options = {name: value for name, value in variant.items() if name != "copies"}
             copies = variant["copies"]
@@ -300,11 +307,11 @@ def tax_rows(cases: Sequence[TaxCase], repeat: int, ranks: Sequence[int] = RANKS
             times = {rank: rank_ms(case, rank, copies=copies, repeat=repeat, **options) for rank in chosen}
             slowest = {name: max(found[name] for found in times.values()) for name in times[chosen[0]]}
             last = max(chosen, key=lambda rank: times[rank]["backward"])
-            alone = copies_ms(case, last, repeat, **options) if copies else {}
+            copying = copies_ms(case, last, repeat, **options) if copies else {}
             yield row | {
                 **variant_fields(variant),
                 "ranks_timed": chosen,
-                **{f"{phase}_copies_ms": round(value, 4) for phase, value in alone.items()},
+                **{f"{phase}_copies_ms": round(value, 4) for phase, value in copying.items()},
                 "peak_gib": round(max(peak_gib(case, rank, **options) for rank in chosen), 3),
                 **{f"{name}_ms": round(value, 4) for name, value in slowest.items()},
                 "forward_tax": round(case.ranks * slowest["forward"] / best[0], 4),
