@@ -191,14 +191,16 @@ class PhaseRun:
         self.receiving_long = self._buffer(RESULT, plan.results, results.received_long)
         self.under_way: list[tuple[int, Pending]] = []
         """Transfers posted and not waited for, with the round they are due in."""
-        # Groups of heads take turns already.
-        apart = home["q"].is_cuda and group is None and setup.in_parts and work.lays_aside
-        self.lanes = Lanes(home["q"].device if apart else None)
+        self.lanes = Lanes(home["q"].device if self._rounds_are_apart() else None)
         self.first_ready: Any = None
         """What round 0 waits for (lanes.py)."""
         self.room = bool(self.lanes.streams) and setup.leaves_room
         """Whether passes over memory run beside rounds, in a part of the chip."""
         work.take_in_alone(self.lanes, self.room)
+
+    def _rounds_are_apart(self) -> bool:
+        """Whether on a GPU what rounds give is laid aside. Groups of heads take turns already."""
+        return self.home["q"].is_cuda and self.group is None and self.setup.in_parts and self.work.lays_aside
 
     def _buffer(self, channel: str, bundle: Bundle, rows: int) -> RowBuffer:
         what = f"{self.plan.phase} {channel}"
