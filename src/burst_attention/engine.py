@@ -25,7 +25,7 @@ from burst_attention.merge import normalised
 from burst_attention.ring import Parcel, Pending, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer
 from burst_attention.schedule.bundles import KEY_SIDE
-from burst_attention.schedule.plan import OPERAND, RESULT, ResultRows
+from burst_attention.schedule.plan import OPERAND, RESULT
 from burst_attention.tiles import TileKernel
 from burst_attention.work import Work, state_of
 
@@ -65,8 +65,6 @@ class RankSetup:
 
     last_computed: Round | None
     results_due: dict[int, list[Transfer]]
-    slot_rows: tuple[int, ...]
-    result_rows: ResultRows
     computed: Bundle
     """What results are computed in."""
     packed: tuple[Rows, ...]
@@ -101,8 +99,6 @@ def _make_setup(plan: PhasePlan, rank: int, kernel: TileKernel, scale: float) ->
     return RankSetup(
         last_computed=steps[-1] if steps else None,
         results_due=due,
-        slot_rows=plan.slot_rows(rank),
-        result_rows=plan.result_slot_rows(rank),
         computed=computed,
         packed=tuple(plan.packed_at_home(rank, step) for step in rounds),
         in_parts=apart and all(kernel.gives_parts(plan, step, scale) for step in steps),
@@ -172,15 +168,15 @@ class PhaseRun:
         setup = self.setup = setup_of(plan, ring.rank, work.kernel, work.scale, home["q"].device)
         # Backward's out belongs to home's queries and does not travel with visiting ones: delta stands for it.
         self.staying = {name: x for name, x in home.items() if name != "out" or plan.direction == "kv"}
-        self.slots = [self._buffer(OPERAND, plan.operands, rows) for rows in setup.slot_rows]
-        rows = max(setup.slot_rows)
+        self.slots = [self._buffer(OPERAND, plan.operands, rows) for rows in plan.slot_rows]
+        rows = max(plan.slot_rows)
         self.dense = {
             field.name: home["q"].new_empty(field.batch * field.heads * rows, dtype=field.dtype)
             for field in plan.operands.statistics
         }
         if plan.topology.per_host > 1:
             ring.open_lanes(home["q"].device)
-        results = setup.result_rows
+        results = plan.result_slot_rows
         self.sent_as_computed = setup.computed == plan.results
         self.computing = self._buffer(RESULT, setup.computed, results.computed)
         # Where results travel as they are computed, these change places with it: one round, or a whole turn, later.

@@ -71,9 +71,8 @@ def test_every_distance_has_one_round_and_every_pair_of_ranks_one_distance(
 
 
 def slots(phase: PhasePlan) -> tuple[int, int]:
-    """Rows of all operand buffers and of all result buffers, on the rank with the most of each."""
-    ranks = range(phase.topology.size)
-    return max(sum(phase.slot_rows(rank)) for rank in ranks), max(sum(phase.result_slot_rows(rank)) for rank in ranks)
+    """Rows of all operand buffers and of all result buffers."""
+    return sum(phase.slot_rows), sum(phase.result_slot_rows)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -116,13 +115,12 @@ def test_memory_is_bounded_by_shards(case: Case, direction: str) -> None:
     """Two groups of visitors and one own block; results of one group, those that reach it, and those for home."""
     for phase in phases(case.plan(direction)):
         most = max(phase.local_rows)
-        for rank in range(case.layout.ring_size):
-            first, second, *inside, own = phase.slot_rows(rank)
-            assert inside == [0, 0]
-            assert max(first, second) <= case.coalesce * most and own <= phase.local_rows[rank]
-            computed, held, received, received_long = phase.result_slot_rows(rank)
-            assert held == received_long == 0
-            assert computed <= case.coalesce * most and received <= 2 * case.coalesce * most
+        first, second, *inside, own = phase.slot_rows
+        assert inside == [0, 0]
+        assert max(first, second) <= case.coalesce * most and own <= most
+        computed, held, received, received_long = phase.result_slot_rows
+        assert held == received_long == 0
+        assert computed <= case.coalesce * most and received <= 2 * case.coalesce * most
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -130,9 +128,8 @@ def test_memory_is_bounded_by_shards(case: Case, direction: str) -> None:
 def test_full_attention_holds_two_groups_of_shards_and_two_of_results(coalesce: int, direction: str) -> None:
     for phase in phases(ring_plan(16, coalesce, direction, full())):
         group = coalesce * SHARD
-        assert {phase.slot_rows(rank) for rank in range(16)} == {(group, group, 0, 0, 0)}
-        results = (group, 0, group, 0) if phase.results.fields else (0, 0, 0, 0)
-        assert {phase.result_slot_rows(rank) for rank in range(16)} == {results}
+        assert phase.slot_rows == (group, group, 0, 0, 0)
+        assert phase.result_slot_rows == ((group, 0, group, 0) if phase.results.fields else (0, 0, 0, 0))
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)

@@ -126,9 +126,9 @@ def test_the_simulator_refuses_transfers_between_hosts_at_other_times(change: ob
 
 
 def test_memory_does_not_grow_with_hosts() -> None:
-    sizes = [[phase.slot_rows(0) for phase in ring_plan(hosts, 4, "query", full())] for hosts in (3, 4)]
+    sizes = [[phase.slot_rows for phase in ring_plan(hosts, 4, "query", full())] for hosts in (3, 4)]
     assert sizes[0] == sizes[1]
-    results = [[phase.result_slot_rows(0) for phase in ring_plan(hosts, 4, "query", full())] for hosts in (3, 4)]
+    results = [[phase.result_slot_rows for phase in ring_plan(hosts, 4, "query", full())] for hosts in (3, 4)]
     assert results[0] == results[1]
 
 

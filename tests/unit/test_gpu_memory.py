@@ -81,11 +81,11 @@ def test_no_more_is_held_than_planned(
 def test_a_large_ring_holds_what_one_of_four_holds(
     monkeypatch: pytest.MonkeyPatch, mask: Mask, layout: str, kv_heads: int
 ) -> None:
-    """To a tenth, as rings on CPUs do; what a call on GPUs of one host runs where nothing is asked for."""
+    """To the byte: what a call on GPUs of one host runs where nothing is asked for."""
     monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: False)
-    peaks = []
-    for ranks in (4, 8, 16):
+    peaks = set()
+    for ranks in (4, 5, 8, 16):
         shapes = {"heads": 32, "kv_heads": kv_heads, "head_dim": 128}
         made = plan(8192 * ranks, ranks, mask=mask, layout=layout, device="cuda", **shapes)
-        peaks.append(max(map(made.peak_bytes, range(ranks))))
-    assert max(peaks) < 1.1 * min(peaks)
+        peaks.add(max(map(made.peak_bytes, range(ranks))))
+    assert len(peaks) == 1, peaks

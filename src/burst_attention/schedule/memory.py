@@ -2,7 +2,7 @@
 
 Counted beyond the caller's q, k, v and dout. Buffers are allocated once per call, so the peak is their sum plus the
 largest workspace of any round. For full and causal masks, one block at a time, they do not depend on the number of
-ranks; with two blocks, and with what vendors' kernels let wait, they are about the same from 4 or from 8 on
+ranks; with two blocks they are the same from 4 on, and with what vendors' kernels let wait from 4 or from 8 on
 (docs/limits.md).
 """
 
@@ -39,7 +39,7 @@ def ending_bytes(plan: Plan, phase: PhasePlan, rank: int) -> int:
     last = phase.rounds[rank][-1]
     if plan.kernel is None or last.heads is None or not phase.straight:
         return 0
-    rows = phase.result_slot_rows(rank)
+    rows = phase.result_slot_rows
     arrived = (phase.arrival_slots * rows.received + rows.received_long) * phase.results.row_bytes
     gradients = _row_bytes(phase, tuple(f"d{name}" for name in phase.needs), rank, plan)
     results = gradients * phase.shapes.dtype.itemsize // phase.shapes.accumulate_dtype.itemsize
@@ -50,9 +50,9 @@ def ending_bytes(plan: Plan, phase: PhasePlan, rank: int) -> int:
 
 def phase_bytes(phase: PhasePlan, rank: int, kernel: TileCosts | None, groups: int) -> int:
     """Travelling buffers of all groups of heads, and the largest workspace."""
-    operands = sum(phase.slot_rows(rank)) * phase.operands.row_bytes
-    operands += max(phase.slot_rows(rank)) * sum(field.row_bytes for field in phase.operands.statistics)
-    rows = phase.result_slot_rows(rank)
+    operands = sum(phase.slot_rows) * phase.operands.row_bytes
+    operands += max(phase.slot_rows) * sum(field.row_bytes for field in phase.operands.statistics)
+    rows = phase.result_slot_rows
     computed = make_bundle(phase.results.names, phase.shapes)
     if kernel is not None:
         computed = phase.computed_results(rank, kernel, ANY_SCALE)

@@ -280,24 +280,28 @@ class PhasePlan:
         """The buffer that a rank packs its own block in: in round 0 nobody visits yet, and the first is free."""
         return 0 if index == 0 else PACKING
 
-    def slot_rows(self, rank: int) -> tuple[int, ...]:
+    @cached_property
+    def slot_rows(self) -> tuple[int, ...]:
         """Rows of a rank's operand buffers: two for blocks that begin a turn, two for others, one for what it sends.
 
-        Those of a pair are as large as the larger, so that a small ring holds what a large one does.
+        Those of a pair are as large as the larger, and all as large as any rank needs them: what fits as a small ring
+        fits as a large one too, and what fits on one rank fits on all.
         """
         sizes = [0] * (PACKING + 1)
-        for step in self.rounds[rank]:
-            used = (self.slot_of(step.index), step.row_count) if 0 < step.index <= self.topology.visiting_rounds else ()
-            packed = self.packing_slot(step.index), count_rows(self.packed_at_home(rank, step))
-            for slot, rows in (used, packed) if used else (packed,):
-                sizes[slot] = max(sizes[slot], rows)
+        for rank, steps in enumerate(self.rounds):
+            for step in steps:
+                packed = self.packing_slot(step.index), count_rows(self.packed_at_home(rank, step))
+                visiting = 0 < step.index <= self.topology.visiting_rounds
+                for slot, rows in (packed, (self.slot_of(step.index), step.row_count if visiting else 0)):
+                    sizes[slot] = max(sizes[slot], rows)
         return max(sizes[:2]), max(sizes[:2]), max(sizes[2:4]), max(sizes[2:4]), sizes[4]
 
-    def result_slot_rows(self, rank: int) -> ResultRows:
-        """Rows of the buffers for results."""
+    @cached_property
+    def result_slot_rows(self) -> ResultRows:
+        """Rows of a rank's buffers for results, as large as any rank needs them."""
         if not self.results.fields:
             return ResultRows(0, 0, 0, 0)
-        steps = self.rounds[rank]
+        steps = [step for rounds in self.rounds for step in rounds]
         arrived = [
             max(sum(t.row_count for t in step.receives if t.channel == RESULT and t.spans == spans) for step in steps)
             for spans in (False, True)
