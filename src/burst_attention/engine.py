@@ -80,11 +80,12 @@ class RankSetup:
 
 def setup_of(plan: PhasePlan, rank: int, kernel: TileKernel, scale: float, device: torch.device) -> RankSetup:
     """Worked out once for a plan, and kept with it: a call on a GPU should not take the host longer than the device."""
-    key = rank, kernel, scale, kernel.facts(device)
-    if key not in plan.setups:
-        plan.setups[key] = _make_setup(plan, rank, kernel, scale)
-    setup: RankSetup = plan.setups[key]
-    return setup
+    # Of a scale kernels ask whether it is positive: callers may have a new one with every call.
+    key = rank, kernel, scale > 0, kernel.facts(device)
+    found: RankSetup | None = plan.setups.get(key)
+    if found is None:
+        found = plan.setups[key] = _make_setup(plan, rank, kernel, scale)
+    return found
 
 
 def _make_setup(plan: PhasePlan, rank: int, kernel: TileKernel, scale: float) -> RankSetup:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from burst_attention import Ring, burst_attention, causal, run_ranks
+from burst_attention import Layout, Ring, burst_attention, causal, run_ranks
 from burst_attention.exactness import Problem, Sharding, gather, judge, run_rank
 from tests.ring.matrix import require_exact
 
@@ -54,9 +54,23 @@ def test_a_rank_per_device_is_exact(backend: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs")
 def test_tensors_may_be_on_another_gpu_than_the_current_one() -> None:
     """As with torch's operators; kernels and streams follow the tensors, and the current device stays what it was."""
-    q, k, v = (torch.randn(1, 2, 2048, 128, device="cuda:1", dtype=torch.bfloat16) for _ in range(3))
-    with torch.cuda.device(0):
-        (found,) = run_ranks(lambda ring: burst_attention(q, k, v, ring=ring, mask=causal()), 1)
+    layout = Layout.zigzag(4096, 2)
+    whole = [torch.randn(1, 2, 4096, 128, device="cuda:1", dtype=torch.bfloat16) for _ in range(4)]
+
+    def body(ring: Ring) -> list[torch.Tensor]:
+        q, k, v, dout = (layout.shard(x, ring.rank, 2) for x in whole)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = burst_attention(*leaves, ring=ring, mask=causal(), layout=layout, kernel="cudnn")
+        gradients = torch.autograd.grad(out, leaves, dout)
         assert torch.cuda.current_device() == 0
-    expected = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
-    torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)
+        return [out.detach(), *gradients]
+
+    with torch.cuda.device(0):
+        ranks = run_ranks(body, 2)
+    torch.cuda.synchronize(1)
+    *leaves, dout = (x.float() for x in whole)
+    leaves = [x.requires_grad_() for x in leaves]
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+    for index, expected in enumerate((out, *torch.autograd.grad(out, leaves, dout))):
+        found = layout.unshard([results[index] for results in ranks], 2).float()
+        assert (found - expected).norm() < 2e-2 * expected.norm()

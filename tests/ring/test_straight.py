@@ -19,6 +19,7 @@ from burst_attention.schedule.plan import MOST_ARRIVALS
 from burst_attention.tiles import Accumulator, BackwardInputs, Gradients
 from burst_attention.tiles.plain import PlainKernel
 from tests.ring.problems import TIMEOUT, Problem, check, local_leaves, oracle, ranks_results
+from tests.unit.gpu_kernels_in_torch import sum_parts
 
 MASKS = {"full": full(), "causal": causal(), "window": causal() & window(5), "documents": documents([10, 1, 12])}
 SIDES: dict[str, Any] = {"kv": {"direction": "kv"}, "query": {"direction": "query", "forward_direction": "query"}}
@@ -72,10 +73,7 @@ class InParts(PlainKernel):
         target: Tensor, parts: Sequence[Part], load: bool, out: Tensor | None = None, beside: bool = False
     ) -> None:
         SUMMED.append(len(parts))
-        total = target.float() if load else torch.zeros(target.shape)
-        for row, head, part in parts:
-            total[:, head : head + part.shape[1], row : row + part.shape[2]] += part
-        (target if out is None else out).copy_(total)
+        sum_parts(target, parts, load, out, beside)
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         for piece in pieces:

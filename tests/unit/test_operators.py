@@ -45,24 +45,41 @@ def test_on_a_cpu_no_gpu_is_asked_for(entered: list[torch.device]) -> None:
         assert not entered
 
 
-@pytest.mark.parametrize(
-    ("module", "op"),
-    [(ops, ops.forward_op), (heads_ops, heads_ops.heads_forward_op), (loss, loss.forward_op)],
-    ids=["attention", "heads", "loss"],
-)
-def test_every_operator_runs_so(module: Any, op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autocast would change what matrix products inside compute in."""
-    seen: list[bool] = []
+X, LABELS = torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)
+OPERATORS: dict[str, tuple[Any, str, Any, tuple[Any, ...]]] = {
+    "attention": (ops, "run_forward", ops.forward_op, (X, X, X, "", "")),
+    "attention-backward": (ops, "run_backward", ops.backward_op, (X, None, X, X, X, X, X, "", "", "qkv")),
+    "heads": (heads_ops, "run_forward", heads_ops.heads_forward_op, (X, X, X, "", "")),
+    "heads-backward": (
+        heads_ops,
+        "run_backward",
+        heads_ops.heads_backward_op,
+        (X, None, X, X, X, X, X, [1], "", "", "qkv"),
+    ),
+    "loss-backward": (loss, "head_gradients", loss.backward_op, (X, X, X, None, LABELS, X, "hwb", *LogitOptions())),
+    "loss": (loss, "head_statistics", loss.forward_op, (X, X, None, LABELS, *LogitOptions())),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_runs_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast would change what matrix products inside compute in; and kernels go to the GPU that is current."""
+    module, inner, op, given = OPERATORS[name]
+    inside: list[str] = []
+
+    @contextlib.contextmanager
+    def entered(x: torch.Tensor) -> Iterator[None]:
+        inside.append("entered")
+        with as_operator(x):
+            yield
 
     def note(*given: Any) -> None:
-        seen.append(torch.is_autocast_enabled("cpu"))
+        inside.append("autocast" if torch.is_autocast_enabled("cpu") else "no autocast")
         raise InterruptedError
 
-    for inner in ("run_forward", "head_statistics"):
-        monkeypatch.setattr(module, inner, note, raising=False)
+    monkeypatch.setattr(module, "as_operator", entered)
+    monkeypatch.setattr(module, inner, note)
     monkeypatch.setattr(module, "ring_named", lambda name: None, raising=False)
-    x, labels = torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)
-    given = (x, x, None, labels, *LogitOptions()) if module is loss else (x, x, x, "", "")
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(InterruptedError):
         op(*given)
-    assert seen == [False]
+    assert inside == ["entered", "no autocast"]

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class FickleKernel(PlainKernel):
-    """Gives parts, or does not: what that hangs on is among its facts."""
+    """Gives parts, or does not: what that hangs on is among its facts, or the sign of the scale."""
 
     parts = False
 
@@ -23,7 +23,7 @@ class FickleKernel(PlainKernel):
         return (self.parts,)
 
     def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
-        return self.parts
+        return self.parts and scale > 0
 
 
 def test_it_is_worked_out_once_for_each_rank() -> None:
@@ -39,3 +39,20 @@ def test_it_follows_what_the_kernel_chooses_by() -> None:
     assert not setup_of(phase, 1, kernel, 1.0, CPU).in_parts
     kernel.parts = True
     assert setup_of(phase, 1, kernel, 1.0, CPU).in_parts
+    assert not setup_of(phase, 1, kernel, -1.0, CPU).in_parts
+
+
+def test_a_new_scale_with_every_call_leaves_nothing_behind() -> None:
+    phase, kernel = plan(64, 4, heads=2, head_dim=8, mask=causal(), layout="zigzag").forward, PlainKernel()
+    setups = {id(setup_of(phase, 1, kernel, 1.0 / scale, CPU)) for scale in range(1, 5)}
+    assert len(setups) == 1
+
+
+def test_kernels_that_know_the_same_may_choose_otherwise() -> None:
+    class Plain(FickleKernel):
+        def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
+            return False
+
+    phase, kernel = plan(64, 4, heads=2, head_dim=8, mask=causal(), layout="zigzag").forward, FickleKernel()
+    kernel.parts = True
+    assert setup_of(phase, 1, kernel, 1.0, CPU).in_parts and not setup_of(phase, 1, Plain(), 1.0, CPU).in_parts

@@ -20,6 +20,7 @@ from burst_attention.tiles.pick import TileRequest, pick_kernel
 from burst_attention.tiles.plain import PlainKernel
 from burst_attention.tiles.policy import Case, choose
 from burst_attention.tiles.split import CAUSAL, FULL, MASKED, allowed_block, rows_without_keys, split_piece
+from tests.unit.gpu_kernels_in_torch import sum_parts
 
 CPU = torch.device("cpu")
 KERNELS = [CpuFlashKernel(), PlainKernel()]
@@ -203,13 +204,13 @@ def test_parts_that_wait_hold_at_most_five_times_the_gradient() -> None:
     """Twelve quarters may wait together, and five whole ones."""
     taken: list[int] = []
 
-    def sum_parts(
+    def note(
         target: torch.Tensor, parts: list[Part], load: bool, out: torch.Tensor | None = None, beside: bool = False
     ) -> None:
         taken.append(len(parts))
 
     for rows, together in ((2, 12), (8, 5)):
-        total = Accumulator(torch.empty(1, 2, 8, 4), sum_parts)
+        total = Accumulator(torch.empty(1, 2, 8, 4), note)
         for _ in range(2 * together):
             total.add(0, torch.empty(1, 2, rows, 4))
         total.settle()
@@ -217,17 +218,8 @@ def test_parts_that_wait_hold_at_most_five_times_the_gradient() -> None:
         taken.clear()
 
 
-def add_up(
-    target: torch.Tensor, parts: list[Part], load: bool, out: torch.Tensor | None = None, beside: bool = False
-) -> None:
-    total = target.float() if load else torch.zeros(target.shape)
-    for row, head, part in parts:
-        total[:, head : head + part.shape[1], row : row + part.shape[2]] += part
-    (target if out is None else out).copy_(total)
-
-
 def test_parts_written_in_place_are_zeros_elsewhere_and_nowhere_twice() -> None:
-    total = Accumulator(torch.full((1, 2, 10, 4), torch.nan, dtype=torch.bfloat16), add_up)
+    total = Accumulator(torch.full((1, 2, 10, 4), torch.nan, dtype=torch.bfloat16), sum_parts)
     for first, last in ((2, 4), (6, 9)):
         place = total.place(first, last - first, torch.bfloat16)
         assert place is not None
@@ -245,7 +237,7 @@ def test_parts_written_in_place_are_zeros_elsewhere_and_nowhere_twice() -> None:
 
 
 def test_what_arrives_waits_without_counting_as_memory() -> None:
-    total = Accumulator(torch.full((1, 1, 4, 4), torch.nan), add_up)
+    total = Accumulator(torch.full((1, 1, 4, 4), torch.nan), sum_parts)
     for _ in range(8):
         total.add(0, torch.ones(1, 1, 4, 4), borrowed=True)
     assert total.untouched, "nothing was taken in: buffers hold what is borrowed"
@@ -256,7 +248,7 @@ def test_what_arrives_waits_without_counting_as_memory() -> None:
 
 
 def test_what_arrives_is_taken_in_beside_what_was_written_in_place() -> None:
-    total = Accumulator(torch.full((1, 1, 4, 4), torch.nan), add_up)
+    total = Accumulator(torch.full((1, 1, 4, 4), torch.nan), sum_parts)
     place = total.place(0, 3, torch.float32)
     assert place is not None
     place.fill_(1.0)
@@ -283,7 +275,7 @@ class Grown:
 @pytest.mark.parametrize("settled", [False, True])
 def test_some_heads_are_finished_before_others(settled: bool) -> None:
     """What comes for the others, and what grows for them, is not looked at until all is finished."""
-    total = Accumulator(torch.full((1, 4, 2, 4), torch.nan), add_up, result_dtype=torch.bfloat16)
+    total = Accumulator(torch.full((1, 4, 2, 4), torch.nan), sum_parts, result_dtype=torch.bfloat16)
     total.heads(0, 2).add(0, torch.full((1, 2, 2, 4), 2.0))
     total.growing("all heads", lambda: Grown(4))
     if settled:
@@ -308,7 +300,7 @@ def test_some_heads_are_finished_before_others(settled: bool) -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_heads_without_parts_are_finished_too(begun: bool) -> None:
-    total = Accumulator(torch.full((1, 4, 2, 4), torch.nan), add_up, result_dtype=torch.bfloat16)
+    total = Accumulator(torch.full((1, 4, 2, 4), torch.nan), sum_parts, result_dtype=torch.bfloat16)
     if begun:
         total.add(0, torch.ones(1, 4, 2, 4))
         total.settle()
@@ -320,9 +312,9 @@ def test_heads_without_parts_are_finished_too(begun: bool) -> None:
 def test_heads_are_not_finished_early_where_nothing_is_gained() -> None:
     """One that is no other dtype than what it is summed in, or whose parts do not wait, ends as a whole."""
     for total in (
-        Accumulator(torch.zeros(1, 4, 2, 4), add_up, result_dtype=torch.float32),
+        Accumulator(torch.zeros(1, 4, 2, 4), sum_parts, result_dtype=torch.float32),
         Accumulator(torch.zeros(1, 4, 2, 4), result_dtype=torch.bfloat16),
-        Accumulator(torch.zeros(1, 4, 2, 4), add_up),
+        Accumulator(torch.zeros(1, 4, 2, 4), sum_parts),
     ):
         assert not total.open_heads(2)
         total.add(0, torch.ones(1, 4, 2, 4))
@@ -340,7 +332,7 @@ def test_a_plan_counts_the_workspace_of_who_would_compute_on_this_gpu(monkeypatc
     vendors, ours = planned(), planned(kernel="triton")
     assert ours < 0.8 * vendors
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr("burst_attention.tiles.cuda.has_async_add", lambda: True)
     monkeypatch.setattr("burst_attention.tiles.cuda.active_flash", lambda: "FA2")
     assert planned() == ours, "cuDNN's forward holds less than our backward"

@@ -166,7 +166,7 @@ def run_ranks(
 
 
 def _rank_streams(ring_size: int) -> list[Any]:
-    """A stream per rank where CUDA is in use, behind all that the caller has enqueued; else nothing."""
+    """A stream per rank of the current GPU where CUDA is in use, behind all that the caller gave it; else nothing."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return [None] * ring_size
     streams = [torch.cuda.Stream() for _ in range(ring_size)]  # type: ignore[no-untyped-call]

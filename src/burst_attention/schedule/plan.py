@@ -284,8 +284,8 @@ class PhasePlan:
     def slot_rows(self) -> tuple[int, ...]:
         """Rows of a rank's operand buffers: two for blocks that begin a turn, two for others, one for what it sends.
 
-        Those of a pair are as large as the larger, and all as large as any rank needs them: what fits as a small ring
-        fits as a large one too, and what fits on one rank fits on all.
+        Those of a pair are as large as the larger, and all as large as any rank needs them, so that what fits as a
+        small ring fits as a large one too. With masks that give ranks uneven work all hold as much as one needs.
         """
         sizes = [0] * (PACKING + 1)
         for rank, steps in enumerate(self.rounds):

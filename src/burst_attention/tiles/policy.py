@@ -115,16 +115,16 @@ def runs_on(flash: str, capability: tuple[int, int]) -> bool:
 
 
 def capability_of(device: torch.device | None) -> tuple[int, int] | None:
-    """Of a GPU, or of the current one; None where there is none."""
-    if device is not None and device.type == "cuda":
-        return _known_capability(device)
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+    """Of a GPU, or of the current one, also for those who ask for a CPU; None where there is none."""
+    if device is not None and device.type == "cuda" and device.index is not None:
+        return _known_capability(device.index)
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 @lru_cache(maxsize=64)
-def _known_capability(device: torch.device) -> tuple[int, int]:
+def _known_capability(number: int) -> tuple[int, int]:
     """It does not change, and is asked for with every piece."""
-    return torch.cuda.get_device_capability(device)
+    return torch.cuda.get_device_capability(number)
 
 
 def active_flash() -> str:
