@@ -25,7 +25,7 @@ from burst_attention.merge import normalised
 from burst_attention.ring import Parcel, Pending, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer
 from burst_attention.schedule.bundles import KEY_SIDE
-from burst_attention.schedule.plan import OPERAND, RESULT
+from burst_attention.schedule.plan import OPERAND, RESULT, sign_of
 from burst_attention.tiles import TileKernel
 from burst_attention.work import Work, state_of
 
@@ -80,11 +80,11 @@ class RankSetup:
 
 def setup_of(plan: PhasePlan, rank: int, kernel: TileKernel, scale: float, device: torch.device) -> RankSetup:
     """Worked out once for a plan, and kept with it: a call on a GPU should not take the host longer than the device."""
-    # Of a scale kernels ask whether it is positive: callers may have a new one with every call.
-    key = rank, kernel, scale > 0, kernel.facts(device)
+    sign = sign_of(scale)
+    key = rank, kernel, sign, kernel.facts(device)
     found: RankSetup | None = plan.setups.get(key)
     if found is None:
-        found = plan.setups[key] = _make_setup(plan, rank, kernel, scale)
+        found = plan.setups[key] = _make_setup(plan, rank, kernel, sign)
     return found
 
 

@@ -28,6 +28,7 @@ from burst_attention.options import WIRE_DTYPES, Options, parse_options
 from burst_attention.ring import Ring, ring_named
 from burst_attention.schedule import HeadsPlan, PhasePlan, Plan, Shapes, build_heads_plan, build_plan
 from burst_attention.schedule.bundles import KEY_SIDE
+from burst_attention.schedule.plan import sign_of
 from burst_attention.tiles import Accumulator, TileKernel, TileRequest, pick_kernel
 from burst_attention.work import BackwardWork, ForwardWork, Work
 
@@ -244,7 +245,7 @@ def plan_of(
     asked = *as_given, *sides, wire_dtype, needs, *ways, straight
     if options.results == "auto" and wire_dtype in (None, shapes.dtype) and options.direction != "query":
         narrow = *as_given, "kv", "kv", shapes.dtype, needs, *ways, True
-        if saves_sums(narrow, asked, kernel, options.scale, kernel.facts()):
+        if saves_sums(narrow, asked, kernel, sign_of(options.scale), kernel.facts()):
             return build_plan(*narrow)
     return build_plan(*asked)
 

@@ -199,3 +199,27 @@ def test_a_rank_that_cannot_have_its_kernel_is_named_by_all(monkeypatch: pytest.
         return str(refused.value)
 
     assert set(run_ranks(body, 3, timeout=30)) == {"rank 1 was called wrongly: no such kernel on this chip"}
+
+
+def test_a_new_scale_with_every_call_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a scale only its sign is asked: neither who computes a piece nor how results come home is kept for each."""
+    from burst_attention.tiles import cuda
+
+    asked = []
+    monkeypatch.setattr(ops, "saves_sums", lambda *given: bool(asked.append(given[3])))
+    cuda._chosen_by.cache_clear()
+    tiles, layout = cuda.CudaKernel(), Layout.zigzag(RANKS * SHARD, RANKS)
+    shapes = Shapes(1, 8, 8, 128, 128, torch.bfloat16)
+    for scale in (0.1, 0.2, -0.3):
+        options = make_options(
+            mask=causal(), layout=layout, key_layout=None, scale=scale, head_dim=128, direction="auto",
+            forward_direction="auto", wire_dtype=None, kernel="auto", check="always", needs="qkv", returns_lse=False,
+            coalesce="auto", per_host=1, head_groups="auto", results="auto", one_host=True, head_degree=1, heads=8,
+            kv_heads=8, device_type="cuda",
+        )  # fmt: skip
+        phase = ops.plan_of(options, causal(), layout, layout, shapes, "qkv", tiles).phase("backward")
+        tiles.gives_parts(phase, phase.rounds[0][0], scale)
+        if scale == 0.1:
+            kept_for_one = cuda._chosen_by.cache_info().currsize
+    assert asked == [1.0, 1.0, -1.0]
+    assert cuda._chosen_by.cache_info().currsize == 2 * kept_for_one

@@ -21,7 +21,6 @@ ROW_ALIGNMENT = 16
 Heads = tuple[int, int]
 """Query heads [first, last) of some work."""
 
-PHASES = ("forward", "backward")
 DIRECTIONS = ("kv", "query")
 
 KEY_SIDE = ("k", "v", "dk", "dv")

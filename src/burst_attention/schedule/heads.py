@@ -33,8 +33,6 @@ EXCHANGED: dict[tuple[str, str], tuple[str, ...]] = {
     ("backward", TO_HEADS): ("dout", "dlse"),
     ("backward", TO_TOKENS): ("dq", "dk", "dv"),
 }
-KEPT = ("q", "k", "v", "out", "lse")
-"""What forward keeps for backward: exchanged, so that it is not exchanged again."""
 
 
 @dataclass(frozen=True)

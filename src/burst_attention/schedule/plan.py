@@ -147,6 +147,11 @@ def packed_pieces(visits: tuple[Visit, ...], direction: str) -> tuple[Piece, ...
     return join_pieces(packed) if start else tuple(packed)
 
 
+def sign_of(scale: float) -> float:
+    """All that is asked of a scale before scores are computed, so that nothing is kept for every scale of a caller."""
+    return 1.0 if scale > 0 else -1.0
+
+
 class TileCosts(Protocol):
     """What a plan asks of the kernel that runs it."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from burst_attention.geometry import Piece, full_piece
 from burst_attention.merge import State
 from burst_attention.schedule import Bundle, PhasePlan, Round
+from burst_attention.schedule.plan import sign_of
 from burst_attention.tiles.gpu import DeferringKernel
 from burst_attention.tiles.hopper import has_async_add, has_gluon
 from burst_attention.tiles.policy import Case, active_flash, capability_of, choose
@@ -116,7 +117,7 @@ def chosen_for(
     phase: str, piece: Piece, dims: tuple[int, int], dtype: torch.dtype, device: torch.device | None, scale: float
 ) -> dict[Piece, str]:
     """Who computes a piece's parts on a device, or on the current one; `dims` are those of heads, and of values."""
-    return _chosen_by(facts(device), phase, piece, dims, dtype, scale)
+    return _chosen_by(facts(device), phase, piece, dims, dtype, sign_of(scale))
 
 
 @lru_cache(maxsize=1024)

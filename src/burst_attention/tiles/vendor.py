@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +23,6 @@ from burst_attention.tiles.fused import merge_partials, stand_in_for_out
 from burst_attention.tiles.gpu import DeferringKernel, settle
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.start import start
-
-Saved = tuple[Any, ...]
 
 
 class VendorKernel(DeferringKernel):
