@@ -12,13 +12,14 @@ from burst_attention.agreement import refuse
 from burst_attention.heads_ops import heads_forward_op
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask, full
-from burst_attention.ops import forward_op, plan_of
+from burst_attention.ops import forward_op, plan_of, require_served, ring_plans
 from burst_attention.options import TOPOLOGIES, Options, make_options, require_head_degree, resolve_layout
 from burst_attention.ring import Ring
 from burst_attention.schedule import HeadsPlan, Plan, Shapes
-from burst_attention.tiles import TileRequest, pick_kernel
+from burst_attention.tiles import TileRequest, has_triton, pick_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PLANNED_DEVICES = ("cpu", "cuda")
 
 REFUSED = {
     "softcap": "a cap on the scores is not implemented",
@@ -219,6 +220,7 @@ def plan(  # type: ignore[misc]
     _require_heads(heads, kv_heads)
     require_head_degree(head_degree, ring_size)
     _require_dtype(dtype)
+    _require_device(device, kernel)
     if not isinstance(requires_grad, str) or set(requires_grad) - set("qkv"):
         raise ValueError(f"requires_grad takes letters of 'qkv', got {requires_grad!r}")
     needs = "".join(name for name in "qkv" if name in requires_grad)
@@ -240,9 +242,22 @@ def plan(  # type: ignore[misc]
             raise ValueError(f"{name} {given} differs from the layout's {found.tokens} ({found})")
     tiles = pick_kernel(kernel, TileRequest(device, dtype, shapes.head_dim, shapes.value_dim, return_lse))
     built = plan_of(options, mask or full(), query_layout, keys_layout, shapes, needs, tiles)
+    for ring_plan in ring_plans(built):
+        require_served(tiles, ring_plan)
     if isinstance(built, HeadsPlan):
         return replace(built, rings=tuple(replace(p, kernel=tiles) for p in built.rings))
     return replace(built, kernel=tiles)
+
+
+def _require_device(device: str, kernel: str) -> None:
+    """One that can be planned for."""
+    if device not in PLANNED_DEVICES:
+        raise ValueError(f"device must be one of {', '.join(map(repr, PLANNED_DEVICES))}, got {device!r}")
+    if device == "cuda" and kernel == "auto" and not torch.cuda.is_available() and not has_triton():
+        raise ValueError(
+            "device='cuda' is planned for GPUs with triton, and to know what its kernels do takes triton here too: "
+            "install burst-attention[triton] (Linux), or plan with kernel='plain' for GPUs without it"
+        )
 
 
 def _inner_ranks(per_host: int, ring_size: int, degree: int) -> int:

@@ -14,6 +14,7 @@ import torch
 from burst_attention.layout import LAYOUT_NAMES
 from burst_attention.mask import parse_mask
 from burst_attention.options import RESULTS
+from burst_attention.tiles import KERNEL_NAMES
 from burst_attention.train.config import add_arguments, read_config
 from burst_attention.version import __version__
 
@@ -100,6 +101,7 @@ def _add_plan(commands: Any) -> None:
     )
     plan.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), default="bfloat16")
     plan.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose kernels compute (default cpu)")
+    plan.add_argument("--kernel", choices=KERNEL_NAMES, default="auto", help="one kernel by its name (default auto)")
     plan.add_argument("--coalesce", type=int, help="visiting blocks computed as one (default 1, on a GPU 2)")
     plan.add_argument("--ranks-per-host", type=int, default=1, help="more than 1: a double ring (default 1)")
     plan.add_argument(
@@ -182,7 +184,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from burst_attention.api import plan
 
-    names = ("heads", "kv_heads", "head_dim", "layout", "direction", "device", "ranks_per_host", "results")
+    names = ("heads", "kv_heads", "head_dim", "layout", "direction", "device", "kernel", "ranks_per_host", "results")
     options = {name: getattr(args, name) for name in names}
     options |= {"mask": parse_mask(args.mask), "dtype": getattr(torch, args.dtype), "coalesce": "auto"}
     if args.coalesce is not None:

@@ -219,7 +219,7 @@ def prepare(
     if not agreed.tiles_alike:
         options = replace(options, results="chain")
     plan = plan_of(options, mask, *options.layouts(*agreed.lengths), shapes, needs, kernel)
-    for ring_plan in plan.rings if isinstance(plan, HeadsPlan) else (plan,):
+    for ring_plan in ring_plans(plan):
         require_served(kernel, ring_plan)
     return options, plan, kernel
 
@@ -269,6 +269,11 @@ def saves_sums(
     phase = build_plan(*narrow).phase("backward")
     rounds = [step for steps in phase.rounds for step in steps if step.pieces]
     return phase.rounds_alone(kernel, rounds, scale) and phase.total_bytes <= backward.total_bytes
+
+
+def ring_plans(plan: Plan | HeadsPlan) -> tuple[Plan, ...]:
+    """One, or where heads are exchanged one of each member."""
+    return plan.rings if isinstance(plan, HeadsPlan) else (plan,)
 
 
 def require_served(kernel: TileKernel, plan: Plan) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from burst_attention import causal, full, plan
+from burst_attention import causal, full, plan, window
 from burst_attention.cli import main
+from burst_attention.tiles import has_triton
+
+NEEDS_TRITON = pytest.mark.skipif(not has_triton(), reason="a plan for GPUs needs triton")
 
 
 @pytest.mark.parametrize(
@@ -21,7 +24,9 @@ from burst_attention.cli import main
         ("--direction kv --dtype float32", {"direction": "kv", "dtype": torch.float32}),
         ("--coalesce 2 --head-dim 64", {"coalesce": 2, "head_dim": 64}),
         ("--ranks-per-host 2", {"ranks_per_host": 2}),
-        ("--device cuda", {"device": "cuda"}),
+        ("--kernel plain", {"kernel": "plain"}),
+        pytest.param("--device cuda", {"device": "cuda"}, marks=NEEDS_TRITON),
+        pytest.param("--device cuda --kernel cudnn", {"device": "cuda", "kernel": "cudnn"}, marks=NEEDS_TRITON),
     ],
 )
 def test_it_prints_the_plan_of_its_options(
@@ -41,16 +46,40 @@ def test_what_cannot_be_planned_is_one_line(capsys: pytest.CaptureFixture[str]) 
     assert said.err == "burst plan: coalesce must be 'auto' or a whole number from 1 to 8, got 0\n" and not said.out
 
 
+@NEEDS_TRITON
 def test_it_says_what_it_plans_for_where_there_is_no_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a GPU it knows what is there, and a plan for a CPU is the same everywhere."""
-    pytest.importorskip("triton", reason="without it other kernels are planned for, which a warning says")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     note = "burst plan: there is no GPU here; planned for Hopper with FlashAttention-4\n"
     for device, said in (("cuda", note), ("cpu", "")):
         assert main(["plan", "--tokens", "1024", "--ranks", "4", "--device", device]) == 0
         assert capsys.readouterr().err == said
+
+
+def test_gpus_are_not_planned_for_without_what_their_kernels_are_written_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another kernel's plan would be one that no such GPU runs; who has GPUs without triton says so."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("burst_attention.api.has_triton", lambda: False)
+    shapes: dict[str, Any] = {"heads": 32, "head_dim": 128}
+    with pytest.raises(ValueError, match=r"takes triton here too: install burst-attention\[triton\]"):
+        plan(1024, 4, device="cuda", **shapes)
+    assert "kernel plain" in str(plan(1024, 4, device="cuda", kernel="plain", **shapes))
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:0", "mps"])
+def test_only_what_it_knows_is_planned_for(device: str) -> None:
+    with pytest.raises(ValueError, match=f"device must be one of 'cpu', 'cuda', got '{device}'"):
+        plan(1024, 4, heads=32, head_dim=128, device=device)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("degree", [1, 2])
+def test_what_a_call_would_refuse_is_not_planned(degree: int) -> None:
+    shapes: dict[str, Any] = {"heads": 32, "head_dim": 128, "head_degree": degree}
+    with pytest.raises(ValueError, match="kernel 'cudnn' serves full and square causal pieces only"):
+        plan(4096, 4, mask=causal() & window(100), device="cuda", kernel="cudnn", **shapes)
 
 
 def test_a_reader_who_has_seen_enough_ends_it_quietly() -> None:

@@ -22,7 +22,7 @@ def describe(plan: Plan) -> str:
         f"queries {_short(str(plan.layout))}"
         + ("" if plan.key_layout == plan.layout else f", keys {_short(str(plan.key_layout))}"),
         f"batch {shapes.batch}, heads {heads}, head dim {shapes.head_dim}/{shapes.value_dim}, "
-        f"{str(shapes.dtype).removeprefix('torch.')}; imbalance {plan.imbalance:.1%}; "
+        f"{str(shapes.dtype).removeprefix('torch.')}{f', kernel {plan.kernel.name}' if plan.kernel else ''}; imbalance {plan.imbalance:.1%}; "
         f"peak {_size(peak)} per rank, {peak / max(shard, 1):.3g} shards of q",
     ]
     phases = [phase for phase in (plan.forward, plan.backward) if phase]

@@ -155,6 +155,8 @@ def sign_of(scale: float) -> float:
 class TileCosts(Protocol):
     """What a plan asks of the kernel that runs it."""
 
+    name: str
+
     @property
     def parts_wait(self) -> bool:
         """Whether parts of gradients wait to be added together."""

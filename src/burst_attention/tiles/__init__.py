@@ -1,6 +1,6 @@
 """Tile kernels: attention over pieces, on one device."""
 
-from burst_attention.tiles.pick import KERNEL_NAMES, TileRequest, pick_kernel
+from burst_attention.tiles.pick import KERNEL_NAMES, TileRequest, has_triton, pick_kernel
 from burst_attention.tiles.protocol import GRADIENTS, Accumulator, BackwardInputs, Gradients, TileKernel
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "Gradients",
     "TileKernel",
     "TileRequest",
+    "has_triton",
     "pick_kernel",
 ]
