@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.attention import activate_flash_attention_impl, list_flash_attention_impls
 
 from burst_attention.bench import append_rows, machine
 from burst_attention.bench_breakdown import breakdown_rows
@@ -35,6 +36,11 @@ def gpu(
     """Measure on the current GPU, print the rows, and append each to `output` when it is given."""
     if only not in (None, *PARTS):
         raise ValueError(f"--only takes one of {', '.join(PARTS)}, got {only!r}")
+    known = list_flash_attention_impls()
+    if flash not in (None, *known):
+        raise ValueError(
+            f"--flash takes what torch can put under its flash operator, {', '.join(known)}; got {flash!r}"
+        )
     if not torch.cuda.is_available():
         raise ValueError("bench gpu needs a GPU that torch can use, and there is none here")
     about = machine() | {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, **_versions()}
@@ -53,8 +59,6 @@ def _before(repeat: int, flash: str | None, only: str | None) -> Rows:
 
 def _rows(repeat: int, flash: str | None, only: str | None) -> Rows:
     if flash:
-        from torch.nn.attention import activate_flash_attention_impl
-
         try:
             activate_flash_attention_impl(flash)
         except ImportError as error:

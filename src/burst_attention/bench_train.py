@@ -60,6 +60,9 @@ CASES = (
 
 def bench_train(repeat: int, output: str | None, only: str | None = None) -> None:
     """Measure every case and print its rows as they come; `only` is one length, or one variant's name."""
+    parts = dict.fromkeys(str(name) for tokens, variants in CASES for name in (tokens, *(v.name for v in variants)))
+    if only not in (None, *parts):
+        raise ValueError(f"--only takes one of {', '.join(map(repr, parts))}, got {only!r}")
     if not torch.cuda.is_available():
         raise ValueError("bench train needs a GPU that torch can use, and there is none here")
     for tokens, variants in CASES:

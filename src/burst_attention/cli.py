@@ -68,18 +68,28 @@ def _add_check(commands: Any) -> None:
     check.set_defaults(run=_check)
 
 
+BENCH_SUITES = ("local", "gpu", "hosts", "loss", "train")
+BENCH_OPTIONS = {
+    "tokens": ("local",),
+    "flash": ("gpu",),
+    "only": ("gpu", "hosts", "loss", "train"),
+    "trace": ("hosts",),
+}
+"""Options that are not for every suite, and those that they are for."""
+
+
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure against baselines in the same run")
     bench.add_argument(
         "suite",
-        choices=("local", "gpu", "hosts", "loss", "train"),
+        choices=BENCH_SUITES,
         help="local: processes on this CPU against one; gpu: kernels and rings on one GPU; hosts: rings between hosts; "
         "loss: the chunked LM head and loss; train: steps of a long sequence on one GPU",
     )
-    bench.add_argument("--tokens", type=int, default=16384, help="length of the whole sequence (default 16384)")
+    bench.add_argument("--tokens", type=int, help="local: length of the whole sequence (default 16384)")
     bench.add_argument("--repeat", type=int, default=5, help="measured repetitions, interleaved (default 5)")
     bench.add_argument("--flash", help="gpu: what to activate under torch's flash operator, e.g. FA4")
-    bench.add_argument("--only", help="gpu, hosts, loss: one part alone, e.g. tax or speed")
+    bench.add_argument("--only", help="gpu, hosts, loss, train: one part alone, e.g. tax, speed or 131072")
     bench.add_argument(
         "--trace", metavar="PREFIX", help="hosts: draw a double ring's rounds, PREFIX.json and PREFIX.svg"
     )
@@ -155,6 +165,11 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if args.repeat < 1:
+        raise ValueError(f"--repeat must be at least 1, got {args.repeat}")
+    for name, suites in BENCH_OPTIONS.items():
+        if getattr(args, name) is not None and args.suite not in suites:
+            raise ValueError(f"--{name} is not for bench {args.suite}, but for {', '.join(suites)}")
     if args.suite == "gpu":
         from burst_attention.bench_gpu import gpu
 
@@ -177,7 +192,7 @@ def _bench(args: argparse.Namespace) -> int:
         return 0
     from burst_attention.bench import local
 
-    local(tokens=args.tokens, repeat=args.repeat, output=args.output)
+    local(tokens=16384 if args.tokens is None else args.tokens, repeat=args.repeat, output=args.output)
     return 0
 
 

@@ -17,12 +17,13 @@ def describe(plan: Plan) -> str:
     ranks = range(plan.layout.ring_size)
     peak = max(map(plan.peak_bytes, ranks))
     shard = plan.groups * make_bundle(("q",), shapes).row_bytes * max(map(plan.layout.local_tokens, ranks))
+    kernel = f", kernel {plan.kernel.name}" if plan.kernel else ""
     head = [
         f"mask {_short(str(plan.mask))}",
         f"queries {_short(str(plan.layout))}"
         + ("" if plan.key_layout == plan.layout else f", keys {_short(str(plan.key_layout))}"),
         f"batch {shapes.batch}, heads {heads}, head dim {shapes.head_dim}/{shapes.value_dim}, "
-        f"{str(shapes.dtype).removeprefix('torch.')}{f', kernel {plan.kernel.name}' if plan.kernel else ''}; imbalance {plan.imbalance:.1%}; "
+        f"{str(shapes.dtype).removeprefix('torch.')}{kernel}; imbalance {plan.imbalance:.1%}; "
         f"peak {_size(peak)} per rank, {peak / max(shard, 1):.3g} shards of q",
     ]
     phases = [phase for phase in (plan.forward, plan.backward) if phase]
