@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -191,6 +192,29 @@ def test_flash_by_name_is_refused_where_what_is_activated_does_not_run(monkeypat
         pick_kernel("flash", TileRequest("cuda", torch.bfloat16, 64, 64))
 
 
+@pytest.mark.parametrize(
+    ("name", "chip", "dims", "message"),
+    [
+        ("cudnn", (12, 0), (136, 136), r"it has no head dims 136 and 136 on this GPU \(12\.0\)"),
+        ("cudnn", (9, 0), (192, 192), r"it has no head dims 192 and 192 on this GPU \(9\.0\)"),
+        ("flash", (8, 6), (208, 208), r"its backward takes no head dim 208 on this GPU \(8\.6\)"),
+        ("cudnn", (9, 0), (192, 128), ""),
+        ("cudnn", (8, 0), (128, 128), ""),
+        ("flash", (8, 6), (256, 256), ""),
+    ],
+    ids=str,
+)
+def test_vendors_by_name_are_refused_for_heads_that_they_do_not_take_on_a_chip(
+    monkeypatch: pytest.MonkeyPatch, name: str, chip: tuple[int, int], dims: tuple[int, int], message: str
+) -> None:
+    pytest.importorskip("triton", reason="vendors' kernels need it")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: chip)
+    expectation = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
+    with expectation:
+        assert pick_kernel(name, TileRequest("cuda", torch.bfloat16, *dims)).name == name
+
+
 def test_without_triton_a_gpu_gets_the_plain_kernel_and_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     from burst_attention.tiles import pick
 
@@ -365,6 +389,20 @@ CASE = Case("forward", "full", 8192, 4096, 128, 128, torch.bfloat16, (9, 0), "FA
         ({"k_count": 512}, "triton"),
         ({"head_dim": 192}, "cudnn"),
         ({"head_dim": 192, "capability": (8, 0)}, "triton"),
+        ({"head_dim": 256, "value_dim": 256}, "cudnn"),
+        ({"head_dim": 256, "value_dim": 256, "phase": "backward"}, "cudnn"),
+        ({"head_dim": 160, "value_dim": 160}, "flash"),
+        ({"head_dim": 160, "value_dim": 160, "flash": "FA4"}, "triton"),
+        ({"head_dim": 160, "value_dim": 128}, "triton"),
+        ({"head_dim": 192, "capability": (10, 0)}, "cudnn"),
+        ({"head_dim": 256, "value_dim": 256, "capability": (10, 3)}, "flash"),
+        ({"head_dim": 192, "capability": (12, 0)}, "triton"),
+        ({"head_dim": 136, "value_dim": 136, "capability": (12, 0)}, "flash"),
+        ({"head_dim": 208, "value_dim": 208, "capability": (12, 1)}, "flash"),
+        ({"head_dim": 208, "value_dim": 208, "capability": (12, 1), "phase": "backward"}, "triton"),
+        ({"head_dim": 224, "value_dim": 224, "capability": (8, 6), "phase": "backward"}, "triton"),
+        ({"head_dim": 256, "value_dim": 256, "capability": (8, 9), "phase": "backward"}, "flash"),
+        ({"head_dim": 200, "value_dim": 200, "capability": (8, 0), "phase": "backward"}, "flash"),
         ({"head_dim": 100, "value_dim": 100}, "triton"),
         ({"scale": -1.0}, "triton"),
         ({"phase": "backward"}, "triton"),

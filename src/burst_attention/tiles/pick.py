@@ -16,7 +16,7 @@ import torch
 
 from burst_attention.tiles.cpu_flash import CpuFlashKernel
 from burst_attention.tiles.plain import PlainKernel
-from burst_attention.tiles.policy import active_flash, runs_on
+from burst_attention.tiles.policy import active_flash, cudnn_takes, flash_trains, runs_on
 from burst_attention.tiles.protocol import TileKernel
 
 
@@ -83,6 +83,16 @@ def _vendor_refusal(request: TileRequest) -> str | None:
     return None
 
 
+def _cudnn_refusal(request: TileRequest) -> str | None:
+    refusal = _vendor_refusal(request)
+    if refusal is not None or not torch.cuda.is_available():
+        return refusal
+    chip = torch.cuda.get_device_capability()
+    if cudnn_takes(chip, request.head_dim, request.value_dim):
+        return None
+    return f"it has no head dims {request.head_dim} and {request.value_dim} on this GPU ({chip[0]}.{chip[1]})"
+
+
 def _gpu_refusal(request: TileRequest) -> str | None:
     return _vendor_refusal(request) if request.returns_lse else _triton_refusal(request)
 
@@ -96,6 +106,8 @@ def _flash_refusal(request: TileRequest) -> str | None:
     flash, chip = active_flash(), torch.cuda.get_device_capability()
     if not runs_on(flash, chip):
         return f"{flash} is activated, which does not run on this GPU ({chip[0]}.{chip[1]})"
+    if not flash_trains(chip, request.head_dim):
+        return f"its backward takes no head dim {request.head_dim} on this GPU ({chip[0]}.{chip[1]})"
     return None
 
 
@@ -131,7 +143,7 @@ CHOICES = (
     ),
     Choice("cuda", lambda: _gpu_kernel("cuda"), _gpu_refusal, "on a GPU, the fastest for each piece (policy.py)"),
     Choice("triton", lambda: _gpu_kernel("triton"), _triton_refusal, "takes a gradient on lse, which vendors do not"),
-    Choice("cudnn", lambda: _gpu_kernel("cudnn"), _vendor_refusal, "by name only: it serves full and causal pieces"),
+    Choice("cudnn", lambda: _gpu_kernel("cudnn"), _cudnn_refusal, "by name only: it serves full and causal pieces"),
     Choice("flash", lambda: _gpu_kernel("flash"), _flash_refusal, "by name only, like cudnn"),
     Choice("plain", lambda: PLAIN, lambda request: None, "serves every dtype, head dim, mask and device"),
 )

@@ -90,16 +90,16 @@ CHOICES = (
     ),
     Row(
         "cudnn",
-        lambda c: c.vendor and c.capability >= (9, 0) and c.head_dim % 8 == 0 and c.value_dim % 8 == 0
-        and max(c.head_dim, c.value_dim) <= 256,
+        lambda c: c.vendor and c.capability >= (9, 0) and cudnn_takes(c.capability, c.head_dim, c.value_dim),
         "forward on 8192 x 8192, 8192 x 4096, 4096 x 2048: 679, 668, 622; ours 676, 640, 563; FlashAttention-2 takes "
         "1.9 times as long. Partials merge several at once. A new shape costs it 150 ms, so steady ones only",
     ),
     Row(
         "flash",
-        lambda c: c.vendor and c.flash_runs and c.head_dim == c.value_dim and c.head_dim % 8 == 0
-        and c.head_dim <= FLASH_DIMS,
-        "Ampere and Ada, not measured here: FlashAttention-2 was written for them, cuDNN's fast kernels are for Hopper",
+        lambda c: c.vendor and c.flash in ("FA2", "") and c.head_dim == c.value_dim and c.head_dim % 8 == 0
+        and c.head_dim <= FLASH_DIMS and (c.phase == "forward" or flash_trains(c.capability, c.head_dim)),
+        "Ampere and Ada, and heads too wide for cuDNN, not measured here: FlashAttention-2 was written for such chips, "
+        "cuDNN's fast kernels are for Hopper",
     ),
     Row(
         "triton",
@@ -107,6 +107,22 @@ CHOICES = (
         "every mask, shape and dtype: 1.4 to 1.6 times FlexAttention forward, 1.1 to 1.4 backward; nothing is merged",
     ),
 )  # fmt: skip
+
+
+def cudnn_takes(capability: tuple[int, int], head_dim: int, value_dim: int) -> bool:
+    """Head dims that cuDNN's attention has both directions for on a chip: through aten nothing else asks.
+
+    Those that torch's own choice goes to cuDNN with, and what was measured on Hopper.
+    """
+    dims = head_dim, value_dim
+    wide = {(9, 0): ((192, 128), (256, 256))}.get(capability, ((192, 128),) if capability[0] == 10 else ())
+    return not any(dim % 8 for dim in dims) and (max(dims) <= 128 or dims in wide)
+
+
+def flash_trains(capability: tuple[int, int], head_dim: int) -> bool:
+    """Whether FlashAttention-2 has a backward there: on chips with little fast memory it raises for some heads."""
+    small = (8, 6) <= capability <= (8, 9) or capability[0] == 12
+    return not (small and 192 < head_dim <= 224)
 
 
 def runs_on(flash: str, capability: tuple[int, int]) -> bool:
