@@ -186,10 +186,14 @@ def test_values_narrower_than_keys_are_found_where_they_are(
     assert not addresses_from_unset_registers(machine_code(made, tmp_path))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("name", ["forward", "key", "query"])
-def test_what_consumer_cards_get_fits_their_memory(name: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
+ROOM = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+"""Bytes of fast memory that a program may have on a chip."""
+TENSOR_COLUMNS = 512
+"""Of the memory of matrix units on chips that have one."""
+
+
+def as_launched(name: str, dims: tuple[int, int], dtype: torch.dtype, chip: int) -> Any:
+    """One of our kernels with the config that it gets on a chip."""
     from triton.compiler import ASTSource
 
     from burst_attention.tiles import triton_kernel as ours
@@ -199,14 +203,30 @@ def test_what_consumer_cards_get_fits_their_memory(name: str, dims: tuple[int, i
         "key": (ours.key_gradients_kernel, ours.key_config, ("WANT_K", "WANT_V", "ADD")),
         "query": (ours.query_gradients_kernel, ours.query_config, ("ADD",)),
     }[name]
-    room = 99 * 1024
-    config = ours.fitted(tuned(*dims, dtype), max(dims), room)
+    config = ours.fitted(tuned(*dims, dtype), max(dims), ROOM[chip])
     element = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
     constants = {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k, **ours._dims(*dims)}
     constants |= dict.fromkeys(flags, True)
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "dout_ptr", "out_ptr"), element)
-    made = compiled(kernel, ASTSource, types, constants, 89, config.warps, num_stages=config.stages)
-    assert made.metadata.shared <= room
+    return compiled(kernel, ASTSource, types, constants, chip, config.warps, num_stages=config.stages)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", ["forward", "key", "query"])
+def test_what_consumer_cards_get_fits_their_memory(name: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    assert as_launched(name, dims, dtype, 89).metadata.shared <= ROOM[89]
+
+
+@pytest.mark.parametrize("chip", [80, 90, 100, 120])
+@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("name", ["forward", "key", "query"])
+def test_our_kernels_fit_every_chip(name: str, dim: int, chip: int, tmp_path: Path) -> None:
+    """In fast memory and that of matrix units, with few registers spilled: fewer than one instruction in twenty."""
+    kernel = as_launched(name, (dim, dim), torch.bfloat16, chip)
+    assert kernel.metadata.shared <= ROOM[chip] and getattr(kernel.metadata, "tmem_size", 0) <= TENSOR_COLUMNS
+    instructions = len(re.findall(r"/\*[0-9a-f]{4,5}\*/", machine_code(kernel, tmp_path)))
+    assert spilled(kernel, tmp_path) * 20 < instructions
 
 
 @pytest.mark.parametrize("chip", [80, 90, 100])
