@@ -24,6 +24,10 @@ from burst_attention.mask import parse_mask
 from burst_attention.ring import Ring, RingError, run_ranks
 
 HEADS, HEAD_DIM = 8, 32
+TOKENS = 1000
+STEADY_TOKENS, STEADY_HEAD_DIM = 2048, 128
+"""Of a rank, and of a head, in cases for a GPU whose pieces vendors' kernels and our own for Hopper serve."""
+DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.bfloat16, torch.float16)}
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,9 @@ class Case:
     @property
     def name(self) -> str:
         groups = {1: "MHA", HEADS: "MQA"}.get(HEADS // self.problem.kv_heads, f"GQA {HEADS // self.problem.kv_heads}")
-        dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.problem.dtype]
-        return f"{self.problem.mask} {self.sharding.layout} {groups} {dtype}"
+        dtype = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.problem.dtype]
+        steady = f" {self.problem.tokens} x {STEADY_HEAD_DIM}" if self.problem.head_dim == STEADY_HEAD_DIM else ""
+        return f"{self.problem.mask} {self.sharding.layout} {groups} {dtype}{steady}"
 
     @property
     def directions(self) -> str:
@@ -62,23 +67,31 @@ class Row:
     verdict: str = "not run"
 
 
-def make_cases(ranks: int, tokens: int, mask: str | None, layout: str | None, direction: str | None) -> list[Case]:
-    """The default table, narrowed to what the caller asks for."""
-    third = tokens // 3
-    packed = [length for length in (third, tokens - 2 * third, third) if length]
+def make_cases(
+    ranks: int, tokens: int | None, mask: str | None, layout: str | None, direction: str | None, device: str = "cpu"
+) -> list[Case]:
+    """The default table, narrowed to what the caller asks for; on a GPU large and round shards too, of wide heads."""
+    length = TOKENS if tokens is None else tokens
+    third = length // 3
+    packed = [part for part in (third, length - 2 * third, third) if part]
     masks = [mask] if mask else [
-        "full()", "causal()", f"causal() & window({max(tokens // 8, 1)})", f"causal() & documents({packed})",
-        f"causal() | prefix({max(tokens // 10, 1)})", f"causal() & (window({max(tokens // 10, 1)}) | prefix(4))",
+        "full()", "causal()", f"causal() & window({max(length // 8, 1)})", f"causal() & documents({packed})",
+        f"causal() | prefix({max(length // 10, 1)})", f"causal() & (window({max(length // 10, 1)}) | prefix(4))",
     ]  # fmt: skip
     layouts = ("contiguous", "zigzag", "striped", "balanced")
     heads = (HEADS, HEADS // 4, 1)
+    sides = (direction,) if direction else ("kv", "query")
     cases = []
     for index, text in enumerate(masks):
-        for dtype in (torch.float32, torch.bfloat16):
-            for side in (direction,) if direction else ("kv", "query"):
-                chosen = layout or layouts[(index + 1) % len(layouts)]
-                problem = Problem(tokens, text, HEADS, heads[index % len(heads)], HEAD_DIM, dtype)
-                cases.append(Case(problem, Sharding(ranks, chosen, side, side)))
+        for dtype in DTYPES[device]:
+            chosen = layout or layouts[(index + 1) % len(layouts)]
+            problem = Problem(length, text, HEADS, heads[index % len(heads)], HEAD_DIM, dtype)
+            cases += [Case(problem, Sharding(ranks, chosen, side, side)) for side in sides]
+    steady = length if tokens or mask else ranks * STEADY_TOKENS
+    for text, chosen in ((mask, "zigzag"),) if mask else (("full()", "contiguous"), ("causal()", "zigzag")):
+        for kv_heads in (HEADS, HEADS // 4) if device == "cuda" else ():
+            problem = Problem(steady, text, HEADS, kv_heads, STEADY_HEAD_DIM, torch.bfloat16)
+            cases += [Case(problem, Sharding(ranks, layout or chosen, side, side)) for side in sides]
     return cases
 
 
@@ -90,7 +103,7 @@ def run_case(ring: Ring, case: Case, device: str) -> tuple[tuple[Tensor, ...], i
     return shards, ring.bytes_sent - before, ring.control_bytes - control, time.perf_counter() - started
 
 
-def predicted_bytes(case: Case) -> int:
+def predicted_bytes(case: Case, device: str) -> int:
     """What all ranks together should send: run_rank makes one forward for lse and one forward and backward."""
     problem, sharding = case.problem, case.sharding
     planned = plan(
@@ -104,6 +117,7 @@ def predicted_bytes(case: Case) -> int:
         layout=sharding.layout_for(problem),
         direction=sharding.direction,
         forward_direction=sharding.forward_direction,
+        device=device,
     )
     ranks = range(sharding.ring_size)
     return sum(2 * planned.bytes_sent(rank, "forward") + planned.bytes_sent(rank, "backward") for rank in ranks)
@@ -121,7 +135,7 @@ def evaluate(case: Case, parts: list[tuple[tuple[Tensor, ...], int, int, float]]
     """Judge what the ranks returned."""
     findings = judge(case.problem, gather(case.problem, case.sharding, [part[0] for part in parts]), device)
     counted, control = sum(part[1] for part in parts), sum(part[2] for part in parts)
-    predicted = predicted_bytes(case)
+    predicted = predicted_bytes(case, device)
     wrong = [finding.name for finding in findings if not finding.holds]
     if counted != predicted:
         wrong.append("bytes")

@@ -59,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_check(commands: Any) -> None:
     check = commands.add_parser("check", help="prove on this machine that a ring of processes is exact")
     check.add_argument("--ranks", type=int, default=2, help="processes to start (default 2)")
-    check.add_argument("--tokens", type=int, default=1000, help="length of the whole sequence (default 1000)")
+    check.add_argument(
+        "--tokens", type=int, help="length of the whole sequence (default 1000; of a GPU's steady cases 2048 a rank)"
+    )
     check.add_argument("--mask", help='one mask instead of the table, e.g. "causal() & window(64)"')
     check.add_argument("--layout", choices=(*LAYOUT_NAMES, "balanced"), help="one layout for every case")
     check.add_argument("--direction", choices=("kv", "query", "auto"), help="one moving side instead of both")
@@ -153,12 +155,13 @@ def _train(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from burst_attention.check import check, make_cases
 
-    if args.ranks < 1 or args.tokens < 1:
+    if args.ranks < 1 or (args.tokens is not None and args.tokens < 1):
         raise ValueError(f"--ranks and --tokens must be at least 1, got {args.ranks} and {args.tokens}")
     if args.mask:
         args.mask = str(parse_mask(args.mask))
-        parse_mask(args.mask).require_cover(args.tokens, args.tokens)
-    cases = make_cases(args.ranks, args.tokens, args.mask, args.layout, args.direction)
+    cases = make_cases(args.ranks, args.tokens, args.mask, args.layout, args.direction, args.device)
+    if args.mask:
+        parse_mask(args.mask).require_cover(cases[0].problem.tokens, cases[0].problem.tokens)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda needs a GPU that torch can use, and there is none here")
     return 0 if check(cases, args.ranks, args.json, device=args.device) else 1
