@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from burst_attention import Ring, burst_attention, causal, documents, run_ranks, window
+from burst_attention import (
+    Ring,
+    burst_attention,
+    causal,
+    documents,
+    linear_cross_entropy,
+    linear_log_probs,
+    run_ranks,
+    window,
+)
 
 CASES = (
     (torch.bfloat16, 128, causal() & documents([70, 130, 57])),
@@ -31,6 +40,7 @@ def pass_over_memory(dtype: torch.dtype, dim: int) -> None:
     """What vendors' kernels need beside them: merging partials, sums of parts, delta, the stand-in for out."""
     from burst_attention.merge import Part, Partial, State
     from burst_attention.tiles.fused import (
+        FEW_PARTS,
         copy_on_gpu,
         fused_delta,
         merge_partials,
@@ -55,13 +65,33 @@ def pass_over_memory(dtype: torch.dtype, dim: int) -> None:
     sum_parts(total, [Part(0, 0, out)], load=True, out=torch.empty_like(out))
     copy_on_gpu(torch.empty_like(dout), out)
     padded_statistics(lse, delta, 160, per_key=2, dim=64)
-    assert all(x.isfinite().all() for x in (out, lse, delta, total))
+    # Beside a tile few programs take blocks in turn, where there are more blocks than programs.
+    wide = torch.empty(1, 8, 641, dim, device="cuda")
+    for count in (FEW_PARTS, FEW_PARTS + 1):
+        parts_beside = [Part(0, 0, random(1, 8, 641, dim)) for _ in range(count)]
+        sum_parts(wide, parts_beside, load=False, out=random(1, 8, 641, dim), beside=True)
+        sum_parts(wide, parts_beside, load=False, beside=True)
+    assert all(x.isfinite().all() for x in (out, lse, delta, total, wide))
+
+
+def head_and_loss(dtype: torch.dtype) -> None:
+    """The passes over logits, more than one block of them wide."""
+    hidden, weight = (torch.randn(rows, 64, device="cuda", dtype=dtype).requires_grad_() for rows in (37, 5001))
+    labels = torch.randint(5001, (37,), device="cuda")
+    losses = linear_cross_entropy(
+        hidden, weight, labels, softcap=5.0, label_smoothing=0.1, reduction="none", backend="triton"
+    )
+    both = linear_log_probs(hidden, weight, labels, temperature=0.7, return_entropy=True, backend="triton")
+    for results in (losses, torch.stack(both)):
+        gradients = torch.autograd.grad(results.sum(), (hidden, weight))
+        assert all(x.isfinite().all() for x in (results, *gradients))
 
 
 def main() -> None:
     for dtype, dim, mask in CASES:
         run_ranks(lambda ring, case=(dtype, dim, mask): attend(ring, *case), 2, timeout=300)  # type: ignore[misc]
         pass_over_memory(dtype, dim)
+        head_and_loss(dtype)
         torch.cuda.synchronize()
         print(dtype, dim, mask, "done", flush=True)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import attention
 
 from burst_attention import Layout, Ring, burst_attention, causal, run_ranks
 from burst_attention.bench_tax import TaxCase, as_agreed, made_inputs, made_up_blocks
@@ -59,7 +61,21 @@ def watched(kernel: str) -> tuple[WatchedRing, tuple[Tensor, ...], Tensor]:
     return ring, leaves, dout
 
 
-@pytest.mark.parametrize("kernel", ["auto", "triton"])
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A kernel's name, or FA4 for "auto" with it under torch's flash operator."""
+    if request.param != "FA4":
+        yield request.param
+        return
+    try:
+        attention.activate_flash_attention_impl("FA4")
+    except ImportError as error:
+        pytest.skip(f"FA4 is not installed: {str(error).splitlines()[0]}")
+    yield "auto"
+    attention.restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize("kernel", ["auto", "triton", "FA4"], indirect=True)
 def test_rounds_ask_the_device_for_no_memory(kernel: str) -> None:
     ring, leaves, dout = watched(kernel)
     forward_and_backward(ring, leaves, dout, kernel)
@@ -75,7 +91,7 @@ def test_after_the_first_hop_our_kernels_do_not_raise_the_peak() -> None:
     assert len(set(ring.peaks[forward + 1 :])) == 1, ring.peaks
 
 
-@pytest.mark.parametrize("kernel", ["auto", "triton", "cudnn"])
+@pytest.mark.parametrize("kernel", ["auto", "triton", "cudnn", "FA4"], indirect=True)
 def test_the_next_call_needs_no_more_memory_than_the_last(kernel: str) -> None:
     """Partials of vendors' kernels wait, so the peak may grow from hop to hop; from call to call it does not."""
     ring, leaves, dout = watched(kernel)
