@@ -36,9 +36,9 @@ BESIDE_FEW, BESIDE_MANY = PassShape(32, 128, 32), PassShape(128, 32, 8)
 twice the threads, of which there may be 1024: they take the second.
 
 Both fill some 16 to 32 of an H200's 132 cores. Small programs take a place on every core where all are idle, as before
-the first tile, which then waits for them. Backward tax of a ring of 8 with S = 4096: 1.049 with 32 programs of 32 warps,
-1.052 with 128 of 8, 1.057 with 256 of 4; with GQA 4 they differ by less, 1.039, 1.035 and 1.036. Blocks copied to shared
-memory ahead were slower (gpu-trials)."""
+the first tile, which then waits for them. Backward tax of a ring of 8 with S = 4096: 1.049 with 32 programs of 32
+warps, 1.052 with 128 of 8, 1.057 with 256 of 4; with GQA 4 they differ by less, 1.039, 1.035 and 1.036. Blocks copied
+to shared memory ahead were slower (gpu-trials)."""
 ROW_BYTES = 256
 """Of a part, with which a shape has its rows: 128 numbers of 2 bytes."""
 PASS_ROWS, PASS_WARPS = 16, 4
