@@ -16,7 +16,7 @@ from burst_attention.ops import forward_op, plan_of, require_served, ring_plans
 from burst_attention.options import TOPOLOGIES, Options, make_options, require_head_degree, resolve_layout
 from burst_attention.ring import Ring
 from burst_attention.schedule import HeadsPlan, Plan, Shapes
-from burst_attention.tiles import TileRequest, has_triton, pick_kernel
+from burst_attention.tiles import TileRequest, lacks_triton, pick_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PLANNED_DEVICES = ("cpu", "cuda")
@@ -220,7 +220,8 @@ def plan(  # type: ignore[misc]
     _require_heads(heads, kv_heads)
     require_head_degree(head_degree, ring_size)
     _require_dtype(dtype)
-    _require_device(device, kernel)
+    request = TileRequest(device, dtype, shapes.head_dim, shapes.value_dim, return_lse)
+    _require_known(request, kernel)
     if not isinstance(requires_grad, str) or set(requires_grad) - set("qkv"):
         raise ValueError(f"requires_grad takes letters of 'qkv', got {requires_grad!r}")
     needs = "".join(name for name in "qkv" if name in requires_grad)
@@ -240,7 +241,7 @@ def plan(  # type: ignore[misc]
     for name, given, found in (("tokens", tokens, query_layout), ("key_tokens", key_tokens, keys_layout)):
         if given is not None and given != found.tokens:
             raise ValueError(f"{name} {given} differs from the layout's {found.tokens} ({found})")
-    tiles = pick_kernel(kernel, TileRequest(device, dtype, shapes.head_dim, shapes.value_dim, return_lse))
+    tiles = pick_kernel(kernel, request)
     built = plan_of(options, mask or full(), query_layout, keys_layout, shapes, needs, tiles)
     for ring_plan in ring_plans(built):
         require_served(tiles, ring_plan)
@@ -249,11 +250,12 @@ def plan(  # type: ignore[misc]
     return replace(built, kernel=tiles)
 
 
-def _require_device(device: str, kernel: str) -> None:
-    """One that can be planned for."""
+def _require_known(request: TileRequest, kernel: str) -> None:
+    """A device and a kernel that can be planned for here."""
+    device = request.device_type
     if device not in PLANNED_DEVICES:
         raise ValueError(f"device must be one of {', '.join(map(repr, PLANNED_DEVICES))}, got {device!r}")
-    if device == "cuda" and kernel == "auto" and not torch.cuda.is_available() and not has_triton():
+    if kernel == "auto" and not torch.cuda.is_available() and lacks_triton(request):
         raise ValueError(
             "device='cuda' is planned for GPUs with triton, and to know what its kernels do takes triton here too: "
             "install burst-attention[triton] (Linux), or plan with kernel='plain' for GPUs without it"

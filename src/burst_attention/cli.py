@@ -156,7 +156,8 @@ def _check(args: argparse.Namespace) -> int:
     from burst_attention.check import check, make_cases
 
     if args.ranks < 1 or (args.tokens is not None and args.tokens < 1):
-        raise ValueError(f"--ranks and --tokens must be at least 1, got {args.ranks} and {args.tokens}")
+        name = "ranks" if args.ranks < 1 else "tokens"
+        raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.mask:
         args.mask = str(parse_mask(args.mask))
     cases = make_cases(args.ranks, args.tokens, args.mask, args.layout, args.direction, args.device)
@@ -208,7 +209,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.coalesce is not None:
         options["coalesce"] = args.coalesce
     made = plan(args.tokens, args.ranks, **options)
-    if args.device == "cuda" and getattr(made.kernel, "name", "") == "cuda" and not torch.cuda.is_available():
+    if args.device == "cuda" and getattr(made.kernel, "name", "") != "plain" and not torch.cuda.is_available():
         print("burst plan: there is no GPU here; planned for Hopper with FlashAttention-4", file=sys.stderr)
     try:
         print(made, flush=True)

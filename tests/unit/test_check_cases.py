@@ -29,7 +29,13 @@ def test_a_gpu_has_cases_for_its_vendors_kernels_and_every_dtype() -> None:
     assert not [case for case in on_cpu if case.problem.head_dim == STEADY_HEAD_DIM]
 
 
+def test_a_mask_alone_has_steady_cases_too() -> None:
+    cases = make_cases(2, None, "causal()", None, "kv", "cuda")
+    assert {case.problem.tokens for case in cases} == {1000, 4096}
+
+
 def test_a_mask_or_a_length_is_that_of_every_case() -> None:
+    """Documents of 1000 tokens say nothing of others."""
     for tokens, mask in ((777, None), (777, "documents([700, 77])"), (None, "documents([700, 300])")):
         cases = make_cases(2, tokens, mask, None, "kv", "cuda")
         assert {case.problem.tokens for case in cases} == {tokens or 1000}
@@ -42,6 +48,7 @@ def test_a_mask_or_a_length_is_that_of_every_case() -> None:
 def test_bytes_are_predicted_for_the_device_that_sends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs of one host gradients of keys go straight home in bf16, where CPUs send sums in fp32."""
     monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     case = Case(Problem(8192, "full()", 8, 8, 32, torch.bfloat16), Sharding(2, "zigzag", "kv", "kv"))
     keys = 8192 * 8 * 32 * 2
     # k and v in two forwards and in backward, and their gradients, in twice as many bytes or in as many.

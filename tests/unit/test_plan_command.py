@@ -12,6 +12,7 @@ import torch
 from burst_attention import causal, full, plan, window
 from burst_attention.cli import main
 from burst_attention.tiles import has_triton
+from burst_attention.tiles.pick import _warn_without_triton
 
 NEEDS_TRITON = pytest.mark.skipif(not has_triton(), reason="a plan for GPUs needs triton")
 
@@ -53,19 +54,25 @@ def test_it_says_what_it_plans_for_where_there_is_no_gpu(
     """Of a GPU it knows what is there, and a plan for a CPU is the same everywhere."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     note = "burst plan: there is no GPU here; planned for Hopper with FlashAttention-4\n"
-    for device, said in (("cuda", note), ("cpu", "")):
-        assert main(["plan", "--tokens", "1024", "--ranks", "4", "--device", device]) == 0
+    for words, said in (("cuda", note), ("cuda --kernel cudnn", note), ("cuda --kernel plain", ""), ("cpu", "")):
+        assert main(["plan", "--tokens", "1024", "--ranks", "4", "--device", *words.split()]) == 0
         assert capsys.readouterr().err == said
 
 
 def test_gpus_are_not_planned_for_without_what_their_kernels_are_written_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another kernel's plan would be one that no such GPU runs; who has GPUs without triton says so."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("burst_attention.api.has_triton", lambda: False)
+    monkeypatch.setattr("burst_attention.tiles.pick.has_triton", lambda: False)
     shapes: dict[str, Any] = {"heads": 32, "head_dim": 128}
     with pytest.raises(ValueError, match=r"takes triton here too: install burst-attention\[triton\]"):
         plan(1024, 4, device="cuda", **shapes)
-    assert "kernel plain" in str(plan(1024, 4, device="cuda", kernel="plain", **shapes))
+    for options in ({"kernel": "plain"}, {"dtype": torch.float64}, {"head_dim": 512}):
+        assert "kernel plain" in str(plan(1024, 4, device="cuda", **(shapes | options)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _warn_without_triton.cache_clear()
+    with pytest.warns(UserWarning, match="install triton"):
+        made = plan(1024, 4, device="cuda", **shapes)
+    assert "kernel plain" in str(made), "what that GPU would run"
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:0", "mps"])

@@ -53,6 +53,11 @@ def test_kernels_that_know_the_same_may_choose_otherwise() -> None:
         def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
             return False
 
-    phase, kernel = plan(64, 4, heads=2, head_dim=8, mask=causal(), layout="zigzag").forward, FickleKernel()
-    kernel.parts = True
-    assert setup_of(phase, 1, kernel, 1.0, CPU).in_parts and not setup_of(phase, 1, Plain(), 1.0, CPU).in_parts
+    phase, kernel, other = (
+        plan(64, 4, heads=2, head_dim=8, mask=causal(), layout="zigzag").forward,
+        FickleKernel(),
+        Plain(),
+    )
+    kernel.parts = other.parts = True
+    assert kernel.facts(CPU) == other.facts(CPU)
+    assert setup_of(phase, 1, kernel, 1.0, CPU).in_parts and not setup_of(phase, 1, other, 1.0, CPU).in_parts

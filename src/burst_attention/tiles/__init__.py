@@ -1,6 +1,6 @@
 """Tile kernels: attention over pieces, on one device."""
 
-from burst_attention.tiles.pick import KERNEL_NAMES, TileRequest, has_triton, pick_kernel
+from burst_attention.tiles.pick import KERNEL_NAMES, TileRequest, has_triton, lacks_triton, pick_kernel
 from burst_attention.tiles.protocol import GRADIENTS, Accumulator, BackwardInputs, Gradients, TileKernel
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "TileKernel",
     "TileRequest",
     "has_triton",
+    "lacks_triton",
     "pick_kernel",
 ]

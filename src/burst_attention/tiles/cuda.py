@@ -17,7 +17,7 @@ from burst_attention.schedule import Bundle, PhasePlan, Round
 from burst_attention.schedule.plan import sign_of
 from burst_attention.tiles.gpu import DeferringKernel
 from burst_attention.tiles.hopper import has_async_add, has_gluon
-from burst_attention.tiles.policy import Case, active_flash, capability_of, choose
+from burst_attention.tiles.policy import PLANNED_FOR, Case, active_flash, capability_of, choose
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.split import FULL, split_piece
 from burst_attention.tiles.triton_kernel import TritonKernel
@@ -103,12 +103,12 @@ def rectangle_and_triangle(piece: Piece) -> list[Piece]:
 def facts(device: torch.device | None) -> tuple[tuple[int, int], str, bool, bool]:
     """A chip's capability, who is under torch's flash operator, and two that `Case` explains.
 
-    Where there is no GPU, as on a laptop that plans: those of Hopper with FlashAttention-4.
+    Where there is no GPU: those that are planned for.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     capability = capability_of(device)
     if capability is None:
-        return (9, 0), "FA4", deterministic, True
+        return *PLANNED_FOR, deterministic, True
     capability = (0, 0) if torch.version.hip else capability
     return capability, active_flash(), deterministic, has_gluon() and has_async_add()
 

@@ -16,7 +16,7 @@ import torch
 
 from burst_attention.tiles.cpu_flash import CpuFlashKernel
 from burst_attention.tiles.plain import PlainKernel
-from burst_attention.tiles.policy import active_flash, cudnn_takes, flash_trains, runs_on
+from burst_attention.tiles.policy import PLANNED_FOR, active_flash, capability_of, cudnn_takes, flash2_trains, runs_on
 from burst_attention.tiles.protocol import TileKernel
 
 
@@ -58,13 +58,26 @@ def _cpu_flash_refusal(request: TileRequest) -> str | None:
     return None
 
 
-def _triton_refusal(request: TileRequest) -> str | None:
+def _refusal_with_triton(request: TileRequest) -> str | None:
+    """Why our own kernels do not serve, where they can be had."""
     if request.device_type != "cuda":
         return f"it runs on a GPU, the tensors are on {request.device_type}"
     if request.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it serves float32, bfloat16 and float16, the tensors are {request.dtype}"
     if max(request.head_dim, request.value_dim) > 256:
         return f"it serves head dims up to 256, got {request.head_dim} and {request.value_dim}"
+    return None
+
+
+def lacks_triton(request: TileRequest) -> bool:
+    """Whether our own kernels would serve, but for triton, which is not here."""
+    return not has_triton() and _refusal_with_triton(request) is None
+
+
+def _triton_refusal(request: TileRequest) -> str | None:
+    refusal = _refusal_with_triton(request)
+    if refusal is not None:
+        return refusal
     return None if has_triton() else "it needs triton, which cannot be imported here; install triton"
 
 
@@ -85,12 +98,12 @@ def _vendor_refusal(request: TileRequest) -> str | None:
 
 def _cudnn_refusal(request: TileRequest) -> str | None:
     refusal = _vendor_refusal(request)
-    if refusal is not None or not torch.cuda.is_available():
+    if refusal is not None:
         return refusal
-    chip = torch.cuda.get_device_capability()
-    if cudnn_takes(chip, request.head_dim, request.value_dim):
-        return None
-    return f"it has no head dims {request.head_dim} and {request.value_dim} on this GPU ({chip[0]}.{chip[1]})"
+    chip = capability_of(None) or PLANNED_FOR[0]
+    if not cudnn_takes(chip, request.head_dim, request.value_dim):
+        return f"it has no head dims {request.head_dim} and {request.value_dim} on this GPU ({chip[0]}.{chip[1]})"
+    return None
 
 
 def _gpu_refusal(request: TileRequest) -> str | None:
@@ -106,7 +119,7 @@ def _flash_refusal(request: TileRequest) -> str | None:
     flash, chip = active_flash(), torch.cuda.get_device_capability()
     if not runs_on(flash, chip):
         return f"{flash} is activated, which does not run on this GPU ({chip[0]}.{chip[1]})"
-    if not flash_trains(chip, request.head_dim):
+    if flash == "FA2" and not flash2_trains(chip, request.head_dim):
         return f"its backward takes no head dim {request.head_dim} on this GPU ({chip[0]}.{chip[1]})"
     return None
 
@@ -161,7 +174,7 @@ def pick_kernel(name: str, request: TileRequest) -> TileKernel:
             continue
         refusal = choice.refusal(request)
         if refusal is None:
-            if choice.name == "plain" != name and request.device_type == "cuda" and not has_triton():
+            if choice.name == "plain" != name and lacks_triton(request):
                 _warn_without_triton()
             return choice.make()
         refusals.append(refusal)

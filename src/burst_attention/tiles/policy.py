@@ -13,6 +13,8 @@ import torch
 
 FLASH_CHIPS = {"FA3": (9,), "FA4": (9, 10)}
 """Major capabilities that torch lets what was activated under its flash operator run on; all, where none are listed."""
+PLANNED_FOR = (9, 0), "FA4"
+"""A chip and what is under torch's flash operator, where there is no GPU, as on a laptop that plans."""
 STEADY_ROWS = 1024
 STEADY_MULTIPLE = 128
 FLASH_DIMS = 256
@@ -97,9 +99,8 @@ CHOICES = (
     Row(
         "flash",
         lambda c: c.vendor and c.flash in ("FA2", "") and c.head_dim == c.value_dim and c.head_dim % 8 == 0
-        and c.head_dim <= FLASH_DIMS and (c.phase == "forward" or flash_trains(c.capability, c.head_dim)),
-        "Ampere and Ada, and heads too wide for cuDNN, not measured here: FlashAttention-2 was written for such chips, "
-        "cuDNN's fast kernels are for Hopper",
+        and c.head_dim <= FLASH_DIMS and (c.phase == "forward" or flash2_trains(c.capability, c.head_dim)),
+        "Ampere and Ada, for which FlashAttention-2 was written, and heads too wide for cuDNN: not measured here",
     ),
     Row(
         "triton",
@@ -110,16 +111,16 @@ CHOICES = (
 
 
 def cudnn_takes(capability: tuple[int, int], head_dim: int, value_dim: int) -> bool:
-    """Head dims that cuDNN's attention has both directions for on a chip: through aten nothing else asks.
+    """Head dims that torch's own choice goes to cuDNN with on a chip since Ampere: through aten nothing asks.
 
-    Those that torch's own choice goes to cuDNN with, and what was measured on Hopper.
+    On Hopper that has grown, to 256 with cuDNN 9.10; on Blackwell for data centers 192 beside 128 are an exception.
     """
     dims = head_dim, value_dim
-    wide = {(9, 0): ((192, 128), (256, 256))}.get(capability, ((192, 128),) if capability[0] == 10 else ())
-    return not any(dim % 8 for dim in dims) and (max(dims) <= 128 or dims in wide)
+    widest = 256 if capability == (9, 0) else 192 if capability[0] == 10 and dims == (192, 128) else 128
+    return max(dims) <= widest and not any(dim % 8 for dim in dims)
 
 
-def flash_trains(capability: tuple[int, int], head_dim: int) -> bool:
+def flash2_trains(capability: tuple[int, int], head_dim: int) -> bool:
     """Whether FlashAttention-2 has a backward there: on chips with little fast memory it raises for some heads."""
     small = (8, 6) <= capability <= (8, 9) or capability[0] == 12
     return not (small and 192 < head_dim <= 224)

@@ -1,0 +1,124 @@
+"""Which implementation serves a piece on which GPU, and what is refused by name there."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from burst_attention.tiles.pick import TileRequest, pick_kernel
+from burst_attention.tiles.policy import Case, capability_of, choose
+
+CASE = Case("forward", "full", 8192, 4096, 128, 128, torch.bfloat16, (9, 0), "FA2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "cudnn"),
+        ({"flash": "FA4"}, "flash"),
+        ({"flash": "FA4", "head_dim": 96, "value_dim": 96}, "cudnn"),
+        ({"flash": "FA4", "capability": (8, 0)}, "triton"),
+        ({"flash": "FA4", "capability": (8, 0), "head_dim": 96, "value_dim": 96}, "triton"),
+        ({"flash": "FA4", "capability": (12, 0)}, "cudnn"),
+        ({"flash": "FA3", "capability": (10, 0)}, "cudnn"),
+        ({"flash": "FA4", "capability": (10, 0)}, "flash"),
+        ({"capability": (8, 0)}, "flash"),
+        ({"capability": (7, 5)}, "triton"),
+        ({"capability": (0, 0)}, "triton"),
+        ({"kind": "masked"}, "triton"),
+        ({"kind": "causal", "q_count": 4096}, "cudnn"),
+        ({"dtype": torch.float32}, "triton"),
+        ({"q_count": 8191}, "triton"),
+        ({"k_count": 512}, "triton"),
+        ({"head_dim": 192}, "cudnn"),
+        ({"head_dim": 192, "capability": (8, 0)}, "triton"),
+        ({"head_dim": 256, "value_dim": 256}, "cudnn"),
+        ({"head_dim": 256, "value_dim": 256, "phase": "backward"}, "cudnn"),
+        ({"head_dim": 160, "value_dim": 160}, "cudnn"),
+        ({"head_dim": 160, "value_dim": 160, "flash": "FA4"}, "cudnn"),
+        ({"head_dim": 160, "value_dim": 128}, "cudnn"),
+        ({"head_dim": 192, "capability": (10, 0)}, "cudnn"),
+        ({"head_dim": 192, "capability": (10, 3)}, "cudnn"),
+        ({"head_dim": 160, "capability": (10, 0)}, "triton"),
+        ({"head_dim": 160, "value_dim": 160, "capability": (10, 0), "flash": "FA4"}, "triton"),
+        ({"head_dim": 256, "value_dim": 256, "capability": (10, 3)}, "flash"),
+        ({"head_dim": 192, "capability": (12, 0)}, "triton"),
+        ({"head_dim": 136, "value_dim": 136, "capability": (12, 0)}, "flash"),
+        ({"head_dim": 208, "value_dim": 208, "capability": (12, 1)}, "flash"),
+        ({"head_dim": 208, "value_dim": 208, "capability": (12, 1), "phase": "backward"}, "triton"),
+        ({"head_dim": 224, "value_dim": 224, "capability": (8, 6), "phase": "backward"}, "triton"),
+        ({"head_dim": 192, "value_dim": 192, "capability": (8, 6), "phase": "backward"}, "flash"),
+        ({"head_dim": 208, "value_dim": 208, "capability": (8, 7), "phase": "backward"}, "triton"),
+        ({"head_dim": 256, "value_dim": 256, "capability": (8, 9), "phase": "backward"}, "flash"),
+        ({"head_dim": 200, "value_dim": 200, "capability": (8, 0), "phase": "backward"}, "flash"),
+        ({"head_dim": 100, "value_dim": 100}, "triton"),
+        ({"scale": -1.0}, "triton"),
+        ({"phase": "backward"}, "triton"),
+        ({"phase": "backward", "gluon": False}, "cudnn"),
+        ({"phase": "backward", "capability": (10, 0)}, "cudnn"),
+        ({"phase": "backward", "head_dim": 64, "value_dim": 64}, "cudnn"),
+        ({"phase": "backward", "flash": "FA4"}, "flash"),
+        ({"deterministic": True}, "cudnn"),
+        ({"deterministic": True, "phase": "backward"}, "triton"),
+        ({"deterministic": True, "phase": "backward", "flash": "FA4"}, "triton"),
+    ],
+    ids=str,
+)
+def test_the_policy_for_pieces(changes: dict[str, object], expected: str) -> None:
+    assert choose(replace(CASE, **changes)).name == expected  # type: ignore[arg-type]
+
+
+def test_flash_by_name_is_refused_where_what_is_activated_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burst_attention.tiles.pick.has_triton", lambda: True)
+    monkeypatch.setattr("burst_attention.tiles.pick.active_flash", lambda: "FA4")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (8, 0))
+    with pytest.raises(ValueError, match=r"FA4 is activated, which does not run on this GPU \(8\.0\)"):
+        pick_kernel("flash", TileRequest("cuda", torch.bfloat16, 64, 64))
+
+
+@pytest.mark.parametrize(
+    ("name", "chip", "dims", "message"),
+    [
+        ("cudnn", (12, 0), (136, 136), r"it has no head dims 136 and 136 on this GPU \(12\.0\)"),
+        ("cudnn", (10, 0), (192, 192), r"it has no head dims 192 and 192 on this GPU \(10\.0\)"),
+        ("cudnn", (9, 0), (192, 192), ""),
+        ("flash", (8, 6), (208, 208), r"its backward takes no head dim 208 on this GPU \(8\.6\)"),
+        ("cudnn", (9, 0), (192, 128), ""),
+        ("cudnn", (8, 0), (128, 128), ""),
+        ("flash", (8, 6), (256, 256), ""),
+    ],
+    ids=str,
+)
+def test_vendors_by_name_are_refused_for_heads_that_they_do_not_take_on_a_chip(
+    monkeypatch: pytest.MonkeyPatch, name: str, chip: tuple[int, int], dims: tuple[int, int], message: str
+) -> None:
+    pytest.importorskip("triton", reason="vendors' kernels need it")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: chip)
+    expectation = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
+    with expectation:
+        assert pick_kernel(name, TileRequest("cuda", torch.bfloat16, *dims)).name == name
+
+
+def test_a_gpu_without_a_number_is_the_current_one_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may have changed; and where there is none, a CPU's caller learns that."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    found = []
+    for chip in ((8, 0), (9, 0)):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None, chip=chip: chip)
+        found += [capability_of(torch.device("cuda")), capability_of(torch.device("cpu")), capability_of(None)]
+    assert found == [(8, 0)] * 3 + [(9, 0)] * 3
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert capability_of(None) is None
+
+
+def test_without_a_gpu_what_is_planned_for_is_refused_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="vendors' kernels need it")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("burst_attention.tiles.pick.PLANNED_FOR", ((10, 0), "FA4"))
+    with pytest.raises(ValueError, match="it has no head dims 192 and 192"):
+        pick_kernel("cudnn", TileRequest("cuda", torch.bfloat16, 192, 192))
