@@ -8,17 +8,15 @@ from typing import Any
 import torch
 
 from burst_attention.bench_tax import (
-    HEAD_START_CYCLES,
     MAIN_CASES,
-    WARM_UPS,
     TaxCase,
     case_fields,
     flash_name,
     has_flash4,
     lone_calls,
-    median_ms,
     whole_calls,
 )
+from burst_attention.bench_timing import PAUSE_CYCLES, WARM_UPS, median_ms, pause
 
 PROFILED = 3
 """Calls under the profiler, of which the mean is taken."""
@@ -76,7 +74,7 @@ def _time_by_purpose(call: Callable[[], Any], repeat: int) -> tuple[dict[str, fl
     launches = 0
     for _ in range(repeat):
         with torch.profiler.profile() as profile:
-            torch.cuda._sleep(2 * HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+            pause(2 * PAUSE_CYCLES)
             call()
             torch.cuda.synchronize()
         kernels = sorted(

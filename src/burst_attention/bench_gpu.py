@@ -15,13 +15,16 @@ from torch.nn.attention import activate_flash_attention_impl, list_flash_attenti
 from burst_attention.bench import append_rows, machine
 from burst_attention.bench_breakdown import breakdown_rows
 from burst_attention.bench_kernels import flash_rows, mask_rows, size_rows, tile_rows
+from burst_attention.bench_memory import memory_rows
 from burst_attention.bench_million import million_rows
-from burst_attention.bench_tax import GRID_CASES, GRID_RANKS, MAIN_CASES, tax_rows
+from burst_attention.bench_tax import GRID_CASES, GRID_RANKS, MAIN_CASES, OTHER_VARIANTS, VARIANTS, tax_rows
 
 Rows = Iterator[dict[str, Any]]
 PARTS: dict[str, Callable[[int], Rows]] = {
     "tax": lambda repeat: tax_rows(MAIN_CASES, repeat),
-    "grid": lambda repeat: tax_rows(GRID_CASES, repeat, GRID_RANKS),
+    "variants": lambda repeat: tax_rows(MAIN_CASES, repeat, OTHER_VARIANTS),
+    "grid": lambda repeat: tax_rows(GRID_CASES, repeat, VARIANTS[:1], GRID_RANKS),
+    "memory": memory_rows,
     "breakdown": breakdown_rows,
     "tiles": tile_rows,
     "sizes": size_rows,

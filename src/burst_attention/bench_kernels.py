@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from burst_attention.api import burst_attention
-from burst_attention.bench_tax import TaxCase, flash_name, made_inputs, median_ms
+from burst_attention.bench_tax import TaxCase, flash_name, made_inputs
+from burst_attention.bench_timing import median_ms
 from burst_attention.geometry import Piece, full_piece
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask, causal, documents, window

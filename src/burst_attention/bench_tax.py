@@ -2,14 +2,13 @@
 
 The ring tax is W x (time of the slowest rank) / (time of one whole attention by the fastest kernel). Each rank is timed
 alone: what other ranks would send is handed over by reference, or copied on a stream of its own as a receive would be.
+It is measured in two manners (bench_timing.py): each call alone, and W calls of a rank in a row against the whole.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from burst_attention.api import burst_attention, plan
+from burst_attention.bench_timing import Call, busy_medians_ms, host_ms, median_ms
 from burst_attention.engine import RowBuffer
 from burst_attention.geometry import Piece, full_piece
 from burst_attention.layout import Layout
@@ -25,13 +25,6 @@ from burst_attention.mask import causal, full
 from burst_attention.ring.lone import LoneRing
 from burst_attention.schedule import PhasePlan, Plan
 from burst_attention.tiles import Accumulator, BackwardInputs, Gradients, TileKernel
-
-WARM_UPS = 3
-LONG_MS = 200.0
-"""A call that takes longer is timed twice, after one that warms up."""
-HEAD_START_CYCLES = 20_000_000
-HEAD_STARTS = (1, 4, 16)
-"""Times so many cycles, until everything is enqueued before the device is through with them."""
 
 
 @dataclass(frozen=True)
@@ -80,60 +73,23 @@ GRID_CASES = tuple(
 """The rest of the grid, the shortest first."""
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"kernel": "auto", "coalesce": 2, "copies": False},
-    {"kernel": "auto", "coalesce": 1, "copies": False},
     {"kernel": "auto", "coalesce": 2, "copies": True},
-    {"kernel": "auto", "coalesce": 2, "copies": False, "results": "chain"},
     {"kernel": "cudnn", "coalesce": 2, "copies": False},
     {"kernel": "cudnn", "coalesce": 2, "copies": True},
 )
 """Options of a call, and whether receives are copies; cuDNN by name only where no faster flash was activated."""
+OTHER_VARIANTS: tuple[dict[str, Any], ...] = (
+    {"kernel": "auto", "coalesce": 1, "copies": False},
+    {"kernel": "auto", "coalesce": 2, "copies": False, "results": "chain"},
+)
 RANKS_TIMED = (*range(8), 11, 15)
 """Of a ring of up to 8 all. The slowest is one whose coalesced blocks lie on both sides of the diagonal: 2, 4 or 6 in
 forward, 1, 3 or 5 in backward, where W is 8."""
 GRID_RANKS = (1, 2, 4, 7, 15, 0)
 """Of the grid, for time: those that were slowest in the main cases, and both ends."""
 HOST_REPEAT = 5
-
-
-def median_ms(run: Callable[[], Any], repeat: int) -> float:
-    """Median milliseconds on the device, each repetition between its own events.
-
-    The device is kept busy before each, so that launches are enqueued ahead as they are in the middle of a training
-    step; `host_ms` says what they cost the host.
-    """
-    run()
-    first = _timed(run)
-    if first > LONG_MS:
-        return (first + _timed(run)) / 2
-    for _ in range(WARM_UPS - 2):
-        run()
-    return float(statistics.median(_timed(run) for _ in range(repeat)))
-
-
-def _timed(run: Callable[[], Any]) -> float:
-    """Milliseconds on the device of one call that is enqueued ahead; a slow host gets a longer start."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    for factor in HEAD_STARTS:
-        torch.cuda._sleep(factor * HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
-        start.record()
-        run()
-        end.record()
-        ahead = not start.query()  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-        if ahead:
-            break
-    return float(start.elapsed_time(end))
-
-
-def host_ms(run: Callable[[], Any], repeat: int) -> float:
-    """Median milliseconds until a call returns to the host, with nothing on the device to wait for."""
-    times = []
-    for _ in range(repeat):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        run()
-        times.append(1e3 * (time.perf_counter() - started))
-    return statistics.median(times)
+NEARLY = 1.1
+"""Times the fastest of all: who else may be that on a busy chip."""
 
 
 def made_up_blocks(case: TaxCase, made: Plan, device: str) -> Callable[[str, int], Tensor]:
@@ -207,13 +163,6 @@ def _calls_on(ring: LoneRing, case: TaxCase, options: dict[str, Any]) -> dict[st
     }
 
 
-def rank_ms(case: TaxCase, rank: int, *, copies: bool, repeat: int, **options: Any) -> dict[str, float]:
-    """Milliseconds of one rank's forward and backward, on the device and on the host."""
-    calls = lone_calls(case, rank, copies, **options)
-    times = {phase: median_ms(call, repeat) for phase, call in calls.items()}
-    return times | {f"{phase}_host": host_ms(call, min(repeat, HOST_REPEAT)) for phase, call in calls.items()}
-
-
 def copies_ms(case: TaxCase, rank: int, repeat: int, **options: Any) -> dict[str, float]:
     """Milliseconds of a rank's receives by themselves, as device copies with nothing beside them."""
     made = case.plan(**_of_plan(options))
@@ -279,55 +228,89 @@ def _gradients(kernel: TileKernel, piece: Piece, given: tuple[Tensor, ...], scal
     return [total.finish(q.dtype) for total in totals]
 
 
-def whole_ms(case: TaxCase, name: str, repeat: int) -> dict[str, float]:
-    """Milliseconds of one whole attention by a vendor's kernel, forward and backward."""
-    return {phase: median_ms(call, repeat) for phase, call in whole_calls(case, name).items()}
+def tax_rows(
+    cases: Sequence[TaxCase],
+    repeat: int,
+    variants: Sequence[dict[str, Any]] = VARIANTS,
+    ranks: Sequence[int] = RANKS_TIMED,
+) -> Iterator[dict[str, Any]]:
+    """The ring tax of each case in each variant; the slowest of the `ranks` that exist is taken.
 
-
-def tax_rows(cases: Sequence[TaxCase], repeat: int, ranks: Sequence[int] = RANKS_TIMED) -> Iterator[dict[str, Any]]:
-    """The ring tax of each case, and of some in all variants; the slowest of the `ranks` that exist is taken.
-
-    Rings of different sizes may split the same attention, which is timed once then; with a full mask ranks are alike.
+    Rings of different sizes may split the same attention, which is timed alone once then; with a full mask ranks are
+    alike.
     """
-    wholes: dict[TaxCase, dict[str, dict[str, float]]] = {}
+    wholes: dict[TaxCase, Wholes] = {}
     for case in cases:
-        names = ("cudnn", "flash", "flash4") if has_flash4(case) else ("cudnn", "flash")
         alone = replace(case, ranks=1, tokens_per_rank=case.tokens)
-        if alone not in wholes:
-            wholes[alone] = {name: found for name in names if (found := _try_whole(alone, name, repeat)) is not None}
-        timed = wholes[alone]
-        row = case_fields(case) | {"suite": "gpu-tax", "flash": flash_name(), "repeat": repeat}
-        for name, whole in timed.items():
-            row |= {f"whole_{name}_{phase}_ms": found for phase, found in whole.items()}
-        best = [min(whole[phase] for whole in timed.values() if phase in whole) for phase in ("forward", "backward")]
+        whole = wholes[alone] = wholes.get(alone) or Wholes(alone, repeat)
+        row = case_fields(case) | {"suite": "gpu-tax", "flash": flash_name(), "repeat": repeat} | whole.fields()
         chosen = [rank for rank in ranks if rank < case.ranks][: None if case.causal else 2]
-        for variant in VARIANTS if case in MAIN_CASES else VARIANTS[:1]:
+        for variant in variants:
             options = {name: value for name, value in variant.items() if name != "copies"}
-            copies = variant["copies"]
             if options["kernel"] == "cudnn" and flash_name() != "FA2":
                 continue
-            times = {rank: rank_ms(case, rank, copies=copies, repeat=repeat, **options) for rank in chosen}
-            slowest = {name: max(found[name] for found in times.values()) for name in times[chosen[0]]}
-            last = max(chosen, key=lambda rank: times[rank]["backward"])
-            copying = copies_ms(case, last, repeat, **options) if copies else {}
+            calls = {rank: lone_calls(case, rank, variant["copies"], **options) for rank in chosen}
+            times = _times_of_ranks(case, calls, whole, repeat)
+            del calls
+            copying = copies_ms(case, times["backward_slowest"], repeat, **options) if variant["copies"] else {}
             yield row | {
                 **variant_fields(variant),
                 "ranks_timed": chosen,
                 **{f"{phase}_copies_ms": round(value, 4) for phase, value in copying.items()},
                 "peak_gib": round(max(peak_gib(case, rank, **options) for rank in chosen), 3),
-                **{f"{name}_ms": round(value, 4) for name, value in slowest.items()},
-                "forward_tax": round(case.ranks * slowest["forward"] / best[0], 4),
-                "backward_tax": round(case.ranks * slowest["backward"] / best[1], 4),
+                **times,
                 "planned_peak_gib": round(max(map(case.plan(**options).peak_bytes, chosen)) / 2**30, 3),
             }
 
 
-def _try_whole(case: TaxCase, name: str, repeat: int) -> dict[str, float] | None:
-    try:
-        return whole_ms(case, name, repeat)
-    except RuntimeError as error:
-        print(f"{name} cannot compute the whole of {case}: {error}")
-        return None
+class Wholes:
+    """One whole attention by each vendor's kernel that can compute it, timed alone."""
+
+    def __init__(self, case: TaxCase, repeat: int) -> None:
+        self.case = case
+        self.times: dict[str, dict[str, float]] = {}
+        for name in ("cudnn", "flash", "flash4") if has_flash4(case) else ("cudnn", "flash"):
+            try:
+                calls = whole_calls(case, name)
+                self.times[name] = {phase: median_ms(call, repeat) for phase, call in calls.items()}
+            except RuntimeError as error:
+                print(f"{name} cannot compute the whole of {case}: {error}")
+
+    def fields(self) -> dict[str, float]:
+        """As a row has them."""
+        return {f"whole_{name}_{phase}_ms": ms for name, times in self.times.items() for phase, ms in times.items()}
+
+    def fastest(self, phase: str) -> float:
+        """Milliseconds of the fastest."""
+        return min(times[phase] for times in self.times.values() if phase in times)
+
+    def fast_ones(self, phase: str) -> dict[str, Call]:
+        """Those that may be the fastest on a busy chip too, and cuDNN."""
+        near = NEARLY * self.fastest(phase)
+        names = [name for name, times in self.times.items() if times.get(phase, math.inf) <= near or name == "cudnn"]
+        return {name: whole_calls(self.case, name)[phase] for name in names}
+
+
+def _times_of_ranks(case: TaxCase, calls: dict[int, dict[str, Call]], whole: Wholes, repeat: int) -> dict[str, Any]:
+    """Milliseconds of the slowest rank and the tax, in both manners, and on the host."""
+    found: dict[str, Any] = {}
+    for phase in ("forward", "backward"):
+        of_ranks = {rank: given[phase] for rank, given in calls.items()}
+        alone = {rank: median_ms(call, repeat) for rank, call in of_ranks.items()}
+        found[f"{phase}_slowest"] = max(alone, key=alone.__getitem__)
+        slowest = max(alone.values())
+        found[f"{phase}_ms"] = round(slowest, 4)
+        found[f"{phase}_tax"] = round(case.ranks * slowest / whole.fastest(phase), 4)
+        found[f"{phase}_host_ms"] = max(host_ms(call, min(repeat, HOST_REPEAT)) for call in of_ranks.values())
+        in_turns: dict[int | str, tuple[Call, int]] = {rank: (call, case.ranks) for rank, call in of_ranks.items()}
+        in_turns |= {name: (call, 1) for name, call in whole.fast_ones(phase).items()}
+        busy = busy_medians_ms(in_turns, repeat)
+        slowest = max(busy[rank] for rank in of_ranks)
+        fastest = min(ms for name, ms in busy.items() if name not in of_ranks)
+        found[f"busy_{phase}_ms"] = round(slowest, 4)
+        found |= {f"busy_whole_{name}_{phase}_ms": round(ms, 4) for name, ms in busy.items() if name not in of_ranks}
+        found[f"busy_{phase}_tax"] = round(case.ranks * slowest / fastest, 4)
+    return found
 
 
 def variant_fields(variant: dict[str, Any]) -> dict[str, Any]:
