@@ -24,10 +24,13 @@ from burst_attention.lanes import Lanes, hurried
 from burst_attention.merge import normalised
 from burst_attention.ring import Parcel, Pending, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer
-from burst_attention.schedule.bundles import KEY_SIDE
+from burst_attention.schedule.bundles import KEY_SIDE, Heads
 from burst_attention.schedule.plan import OPERAND, RESULT, sign_of
 from burst_attention.tiles import TileKernel
 from burst_attention.work import Work, state_of
+
+Portion = tuple[tuple[Piece, ...], int, int]
+"""Pieces, and of the visiting rows that they are of the first, and how many."""
 
 CHANNELS = {(OPERAND, False): 0, (RESULT, False): 1, (OPERAND, True): 2, (RESULT, True): 3}
 """By what travels, and whether it may take more than a round: each has an order of its own."""
@@ -76,6 +79,8 @@ class RankSetup:
     travel are laid out for every round in one place.
     """
     leaves_room: bool
+    last_halves: tuple[Heads, Heads] | None
+    """Of the last visitors, where what they leave is ended beside them."""
 
 
 def setup_of(plan: PhasePlan, rank: int, kernel: TileKernel, scale: float, device: torch.device) -> RankSetup:
@@ -104,6 +109,7 @@ def _make_setup(plan: PhasePlan, rank: int, kernel: TileKernel, scale: float) ->
         packed=tuple(plan.packed_at_home(rank, step) for step in rounds),
         in_parts=apart and all(kernel.gives_parts(plan, step, scale) for step in steps),
         leaves_room=all(kernel.leaves_room(plan, step, scale) for step in steps),
+        last_halves=plan.last_halves(rank, kernel, scale) if apart else None,
     )
 
 
@@ -206,6 +212,8 @@ class PhaseRun:
     def begin(self, index: int) -> None:
         """Post a round's transfers and compute its pieces."""
         step = self.rounds[index]
+        if halves := self._last_halves(step):
+            self.work.open_heads(halves[0][1], self.home["q"].dtype)
         # Home's own work, last, hides the way home of results, and what they wait for: it was ready from the first.
         ready = self.first_ready if index and not step.row_count else self.lanes.ready()
         self.lanes.join()
@@ -314,25 +322,45 @@ class PhaseRun:
         return start
 
     def _compute_round(self, step: Round, ready: Any) -> None:
+        last = step is self.setup.last_computed
         if not step.row_count:
             if step.pieces:
                 with self.lanes.turn(ready):
-                    self._compute_home(step)
+                    work, home = self._of_heads(self.home, step.heads)
+                    work.compute(step.pieces, home, (), last)
             return
         if not step.pieces and not self.plan.results.fields:
             # It only passes through.
             return
-        last = step is self.setup.last_computed
-        for pieces, first, count in self._portions(step):
+        *portions, last_portion = self._portions(step)
+        halves = self._last_halves(step)
+        turns = [(portion, None) for portion in portions] + [(last_portion, heads) for heads in halves or (None,)]
+        for (pieces, first, count), heads in turns:
             with self.lanes.turn(ready):
                 visiting = self._densely(self.slots[self.plan.slot_of(step.index)].fields(first, count))
                 if self.plan.results.fields:
                     visiting |= self.computing.fields(first, count)
-                self.work.compute(pieces, {**self.staying, **visiting}, visiting.keys(), last)
+                work, x = self._of_heads({**self.staying, **visiting}, heads)
+                work.compute(pieces, x, visiting.keys(), last)
                 if self.plan.straight:
-                    self.work.settle_visiting()
+                    work.settle_visiting()
+                if halves and heads is halves[0]:
+                    self.lanes.gather()
+                    work.end_heads()
 
-    def _portions(self, step: Round) -> list[tuple[tuple[Piece, ...], int, int]]:
+    def _last_halves(self, step: Round) -> tuple[Heads, Heads] | None:
+        """Heads of the last pieces in two halves, of which one is ended beside the other; None for other pieces."""
+        return self.setup.last_halves if self.room and step is self.setup.last_computed else None
+
+    def _of_heads(self, x: dict[str, Tensor], heads: Heads | None) -> tuple[Work, dict[str, Tensor]]:
+        """The work on some heads, and what they have of tensors; all of it for None."""
+        if heads is None:
+            return self.work, x
+        key_heads = self.plan.shapes.key_heads(heads)
+        of = {name: slice(*(key_heads if name in KEY_SIDE else heads)) for name in x}
+        return self.work.of_heads(heads, key_heads), {name: tensor[:, of[name]] for name, tensor in x.items()}
+
+    def _portions(self, step: Round) -> list[Portion]:
         """A round's pieces with the visiting rows they are of, first and count: all at once, or, in lanes, one by one.
 
         On one lane the second of two would be overtaken by the round after them.
@@ -353,15 +381,6 @@ class PhaseRun:
             fields[name] = memory[: scattered.numel()].view(scattered.shape)
             self.work.kernel.copy(fields[name], scattered)
         return fields
-
-    def _compute_home(self, step: Round) -> None:
-        if step.heads is None:
-            self.work.compute(step.pieces, self.home, (), step is self.setup.last_computed)
-            return
-        heads, key_heads = step.heads, self.plan.shapes.key_heads(step.heads)
-        of = {name: slice(*(key_heads if name in KEY_SIDE else heads)) for name in self.home}
-        home = {name: x[:, of[name]] for name, x in self.home.items()}
-        self.work.of_heads(heads, key_heads).compute(step.pieces, home, ())
 
     def _combine(self, transfer: Transfer, step: Round) -> None:
         """Add results that have arrived: to home's own, or to those just computed for the same block."""

@@ -90,6 +90,12 @@ class Lanes:
         with on_stream(self.streams[number], self.caller), self._passes_on(1 + number):
             yield
 
+    def gather(self) -> None:
+        """What the current turn is given next comes after all turns before it."""
+        for lane in self.used:
+            if lane != _now.stream:
+                _now.stream.wait_stream(lane)
+
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         """Passes on the caller's stream while rounds compute."""

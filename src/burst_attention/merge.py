@@ -32,11 +32,19 @@ MAX_SHARES = 5
 
 
 class Partial(NamedTuple):
-    """A kernel's normalised (out, lse) for the rows from `first` on."""
+    """A kernel's normalised (out, lse): for the rows from `first` on and the heads from `head` on."""
 
     first: int
     out: Tensor
     lse: Tensor
+    head: int = 0
+
+    def heads(self, first: int, last: int) -> Partial | None:
+        """What it has of some heads, which are the first from there on."""
+        begin, end = max(first - self.head, 0), min(last - self.head, self.out.shape[1])
+        if begin >= end:
+            return None
+        return Partial(self.first, self.out[:, begin:end], self.lse[:, begin:end], self.head + begin - first)
 
 
 class Part(NamedTuple):
@@ -58,6 +66,9 @@ class Deferred:
     """Whether the pieces that come now are the last, so that a kernel may end the state itself."""
     finished: tuple[Tensor, Tensor] | None = None
     """(out, lse), where it did."""
+    results: tuple[Tensor, Tensor] | None = None
+    """Room for (out, lse), where the first heads, so many, are `ended` before others."""
+    ended: int = 0
     alone: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """What partials are taken in under, where several streams of a GPU make them (lanes.py)."""
 
@@ -70,11 +81,13 @@ class State(NamedTuple):
     total: Tensor
     deferred: Deferred | None = None
     """None: the tensors say all. Only kernels that defer are given a state that defers."""
+    head: int = 0
+    """The first of its heads among those of `deferred`."""
 
     def heads(self, first: int, last: int) -> State:
-        """Views of some heads."""
-        assert self.deferred is None, "a state that defers is for all heads"
-        return State(self.acc[:, first:last], self.peak[:, first:last], self.total[:, first:last])
+        """Views of some heads. What they defer waits with that of the others."""
+        views = self.acc[:, first:last], self.peak[:, first:last], self.total[:, first:last]
+        return State(*views, self.deferred, self.head + first)
 
     def rows(self, first: int, last: int) -> State:
         """Views of some query rows."""

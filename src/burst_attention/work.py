@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from burst_attention.geometry import Piece
@@ -69,8 +70,16 @@ class ForwardWork:
     def settle_arrived(self) -> None:
         """Nothing waits here either, where states travel."""
 
+    def open_heads(self, count: int, dtype: torch.dtype) -> None:
+        """Make room to end the first heads, so many, before the last pieces of the others."""
+        self.kernel.open_heads(self.home, count, dtype)
+
+    def end_heads(self) -> None:
+        """End the heads that this is for, to which no more comes."""
+        self.kernel.finish_heads(self.home)
+
     def finish_heads(self, heads: int, key_heads: int) -> None:
-        """A state is ended by its kernel, as a whole."""
+        """Where no heads are left for a round at home, all are ended by their kernel."""
 
 
 class BackwardWork:
@@ -126,6 +135,12 @@ class BackwardWork:
         """Take in what waits at home in buffers that are used again."""
         for total in self.home.values():
             total.settle_borrowed(self.room)
+
+    def open_heads(self, count: int, dtype: torch.dtype) -> None:
+        """Gradients of the first heads end beside home's own last work instead: `finish_heads`."""
+
+    def end_heads(self) -> None:
+        """See there."""
 
     def finish_heads(self, heads: int, key_heads: int) -> None:
         """End the gradients of the first heads, for which nothing more is computed. Nobody visits any more."""

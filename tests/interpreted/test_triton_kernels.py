@@ -31,7 +31,7 @@ from burst_attention.tiles.fused import (
 )
 from burst_attention.tiles.gpu import finish_deferred, settle
 from burst_attention.tiles.triton_kernel import TritonKernel
-from burst_attention.tiles.vendor import add_partial
+from burst_attention.tiles.vendor import CudnnKernel, add_partial
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 PIECES: dict[str, tuple[Piece, ...]] = {
@@ -154,6 +154,27 @@ def test_deferred_partials_merge_like_their_twin(chosen: list[int]) -> None:
     for one in (state, settled):
         found = finish_deferred(one, torch.float32)
         torch.testing.assert_close(found, (out, lse), atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("before", [1, 6, 7])
+def test_heads_that_are_finished_before_others(before: int) -> None:
+    """One head, then two, each after its own last partial; up to seven wait when there must be room for those."""
+    q = torch.empty(2, 3, 70, 1)
+    expected, state = empty_state(q, 24), empty_state(q, 24, Deferred())
+    for index in range(before):
+        part = partials()[index % 3]
+        merge_partial(expected.rows(part.first, part.first + part.out.shape[2]), part.out, part.lse)
+        add_partial(state, part)
+    kernel, last = CudnnKernel(), partials()[1]
+    merge_partial(expected.rows(30, 70), last.out, last.lse)
+    kernel.open_heads(state, 1, torch.float32)
+    for first, end in ((0, 1), (1, 3)):
+        heads = state.heads(first, end)
+        add_partial(heads, Partial(30, last.out[:, first:end], last.lse[:, first:end]))
+        if first == 0:
+            kernel.finish_heads(heads)
+    found, right = kernel.finish(state, torch.float32), finish(expected, torch.float32)
+    torch.testing.assert_close(found, right, atol=2e-6, rtol=1e-6)
 
 
 def test_a_state_that_does_not_defer_is_merged_at_once() -> None:

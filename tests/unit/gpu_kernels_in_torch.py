@@ -78,7 +78,7 @@ def merge_partials(
     """As in fused.py."""
     if not load:
         clear(state)
-    for first, out, lse in partials:
+    for first, out, lse, _ in partials:
         merge_partial(state.rows(first, first + out.shape[2]), out, lse)
     for place, x in zip(finished or (), finish(state, finished[0].dtype) if finished else (), strict=True):
         place.copy_(x)

@@ -80,7 +80,16 @@ def accumulator_bytes(plan: Plan, rank: int, phase: str) -> int:
     copies = tuple(x for side, names in COPIES[phase].items() if plan.row_order(rank, side) is not None for x in names)
     wanted = plan.backward.needs if plan.backward else ""
     kept = ("acc", "peak", "total") if phase == "forward" else ("delta", *(f"d{name}" for name in wanted))
+    if phase == "forward" and _ends_in_halves(plan, rank):
+        kept = (*kept, "out", "lse")
     return _row_bytes(plan.phase(phase), (*kept, *copies), rank, plan)
+
+
+def _ends_in_halves(plan: Plan, rank: int) -> bool:
+    """Whether results have their room already when the last visitors are computed."""
+    if plan.kernel is None or plan.groups > 1:
+        return False
+    return plan.forward.last_halves(rank, plan.kernel, ANY_SCALE) is not None
 
 
 def _row_bytes(phase: PhasePlan, names: tuple[str, ...], rank: int, plan: Plan) -> int:

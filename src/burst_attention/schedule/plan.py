@@ -170,6 +170,9 @@ class TileCosts(Protocol):
     def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
         """Whether gradients of a round come as parts in the dtype of the inputs."""
 
+    def leaves_room(self, phase: PhasePlan, step: Round, scale: float) -> bool:
+        """Whether on a GPU a round's kernels give up parts of the chip before they end, for passes over memory."""
+
 
 @dataclass(frozen=True)
 class PhasePlan:
@@ -211,6 +214,18 @@ class PhasePlan:
         if self.rounds_alone(kernel, visits, scale):
             return self.results
         return make_bundle(self.results.names, self.shapes)
+
+    def last_halves(self, rank: int, kernel: TileCosts, scale: float) -> tuple[Heads, Heads] | None:
+        """Heads of a rank's last visitors in two halves, where out of the first is ended beside the second.
+
+        That is forward by kernels that lay partials aside, and leave room for passes beside them.
+        """
+        steps = [step for step in self.rounds[rank] if step.pieces]
+        if self.phase != "forward" or self.results.fields or len(steps) < 2 or not steps[-1].row_count:
+            return None
+        if not all(kernel.gives_parts(self, step, scale) and kernel.leaves_room(self, step, scale) for step in steps):
+            return None
+        return self.shapes.halves()
 
     def row_bytes(self, channel: str) -> int:
         return (self.operands if channel == OPERAND else self.results).row_bytes

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burst_attention.merge import State
+from burst_attention.lanes import hurried
+from burst_attention.merge import MAX_PARTIALS, Partial, State
 from burst_attention.tiles.fused import copy_on_gpu, fused_delta, merge_partials, sum_parts
 from burst_attention.tiles.protocol import TileKernel
 
@@ -24,6 +25,15 @@ class GpuKernel(TileKernel):
     def finish(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return finish_deferred(state, dtype)
 
+    def open_heads(self, state: State, count: int, dtype: torch.dtype) -> None:
+        assert state.deferred is not None
+        if len(state.deferred.partials) == MAX_PARTIALS:
+            settle(state)
+        state.deferred.results, state.deferred.ended = room_for_results(state, dtype), count
+
+    def finish_heads(self, state: State) -> None:
+        finish_heads(state)
+
 
 class DeferringKernel(GpuKernel):
     """Lets parts of gradients wait too, and takes in several in one pass."""
@@ -35,6 +45,7 @@ def settle(state: State) -> None:
     """Bring a state's tensors up to date, for a kernel that continues them."""
     if state.deferred is None:
         return
+    assert state.deferred.results is None, "some heads are finished already"
     if state.deferred.untouched or state.deferred.partials:
         with state.deferred.alone():
             merge_partials(state, state.deferred.partials, load=not state.deferred.untouched)
@@ -42,16 +53,38 @@ def settle(state: State) -> None:
     state.deferred.partials.clear()
 
 
+def partials_of(state: State) -> list[Partial]:
+    """Those that wait for its heads."""
+    assert state.deferred is not None
+    last = state.head + state.acc.shape[1]
+    return [part for partial in state.deferred.partials if (part := partial.heads(state.head, last)) is not None]
+
+
+def room_for_results(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """For (out, lse)."""
+    return torch.empty(state.acc.shape, dtype=dtype, device=state.acc.device), torch.empty_like(state.peak)
+
+
+def finish_heads(state: State) -> None:
+    """Write (out, lse) of a state that is some heads, for which no more comes, in their place. Allocates nothing."""
+    assert state.deferred is not None and state.deferred.results is not None
+    out, lse = (x[:, state.head : state.head + state.acc.shape[1]] for x in state.deferred.results)
+    with hurried(out):
+        merge_partials(state, partials_of(state), load=not state.deferred.untouched, finished=(out, lse))
+
+
 def finish_deferred(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(out, lse), with what was deferred merged in the same pass."""
+    """(out, lse), with what was deferred merged in the same pass; of all heads, or those not finished before."""
     if state.deferred and state.deferred.finished:
         return state.deferred.finished
-    out = torch.empty(state.acc.shape, dtype=dtype, device=state.acc.device)
-    lse = torch.empty_like(state.peak)
     if state.deferred is None:
+        out, lse = room_for_results(state, dtype)
         merge_partials(state, [], load=True, finished=(out, lse))
         return out, lse
     with state.deferred.alone():
-        waiting = state.deferred.partials
-        merge_partials(state, waiting, load=not state.deferred.untouched, finished=(out, lse))
-    return out, lse
+        if state.deferred.results is None:
+            state.deferred.results = room_for_results(state, dtype)
+            finish_heads(state)
+        else:
+            finish_heads(state.heads(state.deferred.ended, state.acc.shape[1]))
+    return state.deferred.results

@@ -350,6 +350,14 @@ class TileKernel(ABC):
         """(out, lse) of a state that has seen all its keys; the state is used up."""
         return finish(state, dtype)
 
+    def open_heads(self, state: State, count: int, dtype: torch.dtype) -> None:
+        """Make room to finish the first heads of a state that defers, before the last pieces of the others."""
+        raise AssertionError(f"kernel {self.name!r} does not defer")
+
+    def finish_heads(self, state: State) -> None:
+        """Finish a state that is these heads; `finish` does the rest. Allocates nothing."""
+        raise AssertionError(f"kernel {self.name!r} does not defer")
+
     def row_delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
         """(B, H, S): rowsum(out * dout) - dlse, which is all that backward needs to know of out."""
         # Where a row sees few keys, dq is what is left after delta cancels: fp64 sums keep that difference.
