@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -109,3 +110,14 @@ def test_a_ring_and_what_its_plan_counts(
         of_all_heads = next(step for step in phase.rounds[rank] if step.heads is None)
         sums = flash4._sum_rows(phase.rounds[rank], of_all_heads)
         assert made == (sums + triangles // 2) * 4 * 16, f"rank {rank}"
+
+
+def test_the_package_gets_its_scheduler_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its compiler fails: what others compile is left as it is."""
+    package = SimpleNamespace(SingleTileScheduler="by head", SingleTileLPTBwdScheduler="longest first")
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=SimpleNamespace(flash_bwd_sm90=package)))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", sys.modules["flash_attn"].cute)
+    with pytest.raises(RuntimeError, match="no such block"), flash4._longest_first():
+        assert package.SingleTileScheduler == "longest first"
+        raise RuntimeError("no such block")
+    assert package.SingleTileScheduler == "by head"

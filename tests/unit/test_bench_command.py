@@ -15,7 +15,10 @@ from burst_attention.cli import main
         ("gpu --tokens 4096", "--tokens is not for bench gpu, but for local"),
         ("gpu --trace drawn", "--trace is not for bench gpu, but for hosts"),
         ("gpu --repeat 0", "--repeat must be at least 1, got 0"),
-        ("gpu --only taxes", "--only takes one of tax, grid, breakdown, tiles, sizes, masks, million, got 'taxes'"),
+        (
+            "gpu --only taxes",
+            "--only takes one of tax, variants, grid, memory, breakdown, tiles, sizes, masks, million",
+        ),
         ("gpu --flash FA9", "--flash takes what torch can put under its flash operator, FA3, FA4; got 'FA9'"),
         ("train --only 4096", "--only takes one of '32768', "),
         ("local --tokens 0", "--tokens and --repeat must be at least 1, got 0 and 5"),
