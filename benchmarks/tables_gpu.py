@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 
 from line_chart import line_chart
@@ -12,6 +13,8 @@ PLOT = PAGE.parent / "plots" / "tile_sizes.svg"
 KERNELS = {("auto", "FA4"): "FA4", ("auto", "FA2"): "cuDNN, ours", ("cudnn", "FA2"): "cuDNN"}
 """What serves the pieces, by the kernel that was asked for and what is under torch's flash operator."""
 
+MANNERS = ("", "busy_")
+"""Of timing (bench_timing.py), as rows name what they measured: each call alone, and in a row on a busy chip."""
 
 GOALS = {("forward", 8192): 1.00, ("backward", 8192): 1.02, ("forward", 4096): 1.08, ("backward", 4096): 1.06}
 """What was asked of a ring of 8, zigzag causal, two blocks at once, by reference; of grouped heads no less."""
@@ -19,8 +22,8 @@ GOALS = {("forward", 8192): 1.00, ("backward", 8192): 1.02, ("forward", 4096): 1
 
 def gpu_goals_table() -> list[str]:
     lines = [
-        "| S | heads | phase | goal | FA4 by itself; the fastest whole | | cuDNN by name; whole by cuDNN | |",
-        "|---|---|---|---|---|---|---|---|",
+        "| S | heads | phase | goal | FA4: calls alone | | busy | | cuDNN: calls alone | | busy | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     found = {}
     for row in of_suite("gpu-tax"):
@@ -30,38 +33,73 @@ def gpu_goals_table() -> list[str]:
         for kv_heads in (32, 8):
             fa4, cudnn = (found[tokens, kv_heads, name] for name in ("FA4", "cuDNN"))
             # cuDNN's against a whole attention by cuDNN.
-            own = 8 * cudnn[f"{phase}_ms"] / cudnn[f"whole_cudnn_{phase}_ms"]
-            cells = (f"**{tax:.3f}** | {'holds' if tax <= goal else 'missed'}" for tax in (fa4[f"{phase}_tax"], own))
-            lines.append(f"| {tokens} | {heads_of(fa4)} | {phase} | {goal:.2f} | {' | '.join(cells)} |")
+            of_cudnn = (
+                8 * cudnn[f"{manner}{phase}_ms"] / cudnn[f"{manner}whole_cudnn_{phase}_ms"]
+                for manner in MANNERS
+                if f"{manner}{phase}_ms" in cudnn
+            )
+            taxes = *(fa4[f"{manner}{phase}_tax"] for manner in MANNERS), *of_cudnn
+            cells = " | ".join(f"**{tax:.3f}** | {'holds' if tax <= goal else 'missed'}" for tax in taxes)
+            lines.append(f"| {tokens} | {heads_of(fa4)} | {phase} | {goal:.2f} | {cells} |")
     return lines
 
 
 def gpu_tax_table() -> list[str]:
     lines = [
-        "| S | heads | kernels | blocks at once | receives, ms by themselves | forward tax | backward tax "
-        "| ms of the slowest rank | whole, fastest, ms | host, ms | peak: measured, planned | GPU, torch, commit |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| S | heads | kernels | blocks at once | receives, ms by themselves | tax: forward, backward | busy "
+        "| ms of the slowest rank | busy | whole, fastest, ms | busy | host, ms | peak: measured, planned "
+        "| GPU, torch, commit |",
+        "|" + "---|" * 14,
     ]
     keys = ("tokens_per_rank", "kv_heads", "coalesce", "copies", "flash", "kernel", "results", "direction")
     rows = [row for row in of_suite("gpu-tax") if row["ranks"] == 8 and row["causal"] and "peak_gib" in row]
     rows = latest([row for row in rows if row["tokens_per_rank"] in (4096, 8192)], *keys)
     for row in sorted(rows, key=lambda row: (row["flash"] == "FA2", -row["tokens_per_rank"], -row["kv_heads"])):
-        whole = [
-            min(row[key] for key in row if key.startswith("whole_") and key.endswith(f"{phase}_ms"))
-            for phase in ("forward", "backward")
-        ]
         receives = "by reference"
         if row["copies"]:
             receives = f"copied, {row['forward_copies_ms']:.2f} / {row['backward_copies_ms']:.2f}"
         sent = f", results={row['results']!r}" if "results" in row else ""
+        cells = [
+            f"{row['tokens_per_rank']} | {heads_of(row)} | {KERNELS[row['kernel'], row['flash']]}{sent}",
+            f"{row['coalesce']} | {receives}",
+            *(_of_phases(row, f"{manner}{{phase}}_tax", "**{:.3f}**") for manner in MANNERS),
+            *(_of_phases(row, f"{manner}{{phase}}_ms", "{:.2f}") for manner in MANNERS),
+            *(_of_phases(row, f"{manner}whole_*_{{phase}}_ms", "{:.1f}") for manner in MANNERS),
+            _of_phases(row, "{phase}_host_ms", "{:.1f}"),
+            f"{row['peak_gib']:.2f}, {row['planned_peak_gib']:.2f} GiB | {row['gpu']}, {row['torch']}, {row['commit']}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _of_phases(row: Row, pattern: str, form: str) -> str:
+    """A number of forward and of backward, the smallest of those that fit; nothing where a row does not have them."""
+    found = [
+        [row[key] for key in row if fnmatch.fnmatchcase(key, pattern.format(phase=phase))]
+        for phase in ("forward", "backward")
+    ]
+    return " / ".join(form.format(min(values)) for values in found if values)
+
+
+def gpu_memory_table() -> list[str]:
+    """What rings of several sizes hold, in shards of q."""
+    sizes = (2, 4, 8, 16)
+    lines = ["| kernels | mask, heads | " + " | ".join(f"W = {size}" for size in sizes) + " | GPU, torch, commit |"]
+    lines.append("|---|---|" + "---|" * (len(sizes) + 1))
+    keys = ("ranks", "kv_heads", "causal", "kernel", "flash")
+    rows = latest([row for row in of_suite("gpu-memory") if "shard_gib" in row], *keys)
+    found = {tuple(row[key] for key in keys): row for row in rows}
+    for kernel, flash, kv_heads, causal in dict.fromkeys(
+        (row["kernel"], row["flash"], row["kv_heads"], row["causal"]) for row in rows
+    ):
+        of_sizes = [found[size, kv_heads, causal, kernel, flash] for size in sizes]
+        cells = [
+            f"{row['peak_gib']:.2f}, {row['planned_peak_gib']:.2f} GiB; {row['peak_gib'] / row['shard_gib']:.1f} shards"
+            for row in of_sizes
+        ]
         lines.append(
-            f"| {row['tokens_per_rank']} | {heads_of(row)} | {KERNELS[row['kernel'], row['flash']]}{sent} | "
-            f"{row['coalesce']} | {receives} | "
-            f"**{row['forward_tax']:.3f}** | **{row['backward_tax']:.3f}** | "
-            f"{row['forward_ms']:.2f} / {row['backward_ms']:.2f} | {whole[0]:.1f} / {whole[1]:.1f} | "
-            f"{row['forward_host_ms']:.1f} / {row['backward_host_ms']:.1f} | "
-            f"{row['peak_gib']:.2f}, {row['planned_peak_gib']:.2f} GiB | "
-            f"{row['gpu']}, {row['torch']}, {row['commit']} |"
+            f"| {KERNELS[kernel, flash]} | {'causal' if causal else 'full'}, {heads_of(of_sizes[0])} | "
+            f"{' | '.join(cells)} | {of_sizes[0]['gpu']}, {of_sizes[0]['torch']}, {of_sizes[0]['commit']} |"
         )
     return lines
 
