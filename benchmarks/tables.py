@@ -124,15 +124,15 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 }
 
 
-def main() -> None:
-    text = PAGE.read_text()
+def with_tables(text: str) -> str:
+    """The page with every table made anew."""
     for name, table in TABLES.items():
         start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         head, _, rest = text.partition(start)
         _, _, tail = rest.partition(end)
         text = f"{head}{start}\n" + "\n".join(table()) + f"\n{end}{tail}"
-    PAGE.write_text(text)
+    return text
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(with_tables(PAGE.read_text()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+from collections.abc import Iterable
 
 from line_chart import line_chart
 from table_rows import PAGE, Row, heads_of, latest, of_suite
@@ -13,47 +14,51 @@ PLOT = PAGE.parent / "plots" / "tile_sizes.svg"
 KERNELS = {("auto", "FA4"): "FA4", ("auto", "FA2"): "cuDNN, ours", ("cudnn", "FA2"): "cuDNN"}
 """What serves the pieces, by the kernel that was asked for and what is under torch's flash operator."""
 
-MANNERS = ("", "busy_")
-"""Of timing (bench_timing.py), as rows name what they measured: each call alone, and in a row on a busy chip."""
+MANNERS = {"": "calls alone", "busy_": "busy"}
+"""Of timing (bench_timing.py), by how rows begin the names of what they measured."""
 
 GOALS = {("forward", 8192): 1.00, ("backward", 8192): 1.02, ("forward", 4096): 1.08, ("backward", 4096): 1.06}
 """What was asked of a ring of 8, zigzag causal, two blocks at once, by reference; of grouped heads no less."""
 
 
 def gpu_goals_table() -> list[str]:
-    lines = [
-        "| S | heads | phase | goal | FA4: calls alone | | busy | | cuDNN: calls alone | | busy | |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
     found = {}
     for row in of_suite("gpu-tax"):
-        if row["ranks"] == 8 and row["causal"] and row["coalesce"] == 2 and not row["copies"] and "results" not in row:
+        if row["ranks"] == 8 and row["coalesce"] == 2 and not row["copies"] and "results" not in row:
             found[row["tokens_per_rank"], row["kv_heads"], KERNELS[row["kernel"], row["flash"]]] = row
+    rows = {key: (found[*key, "FA4"], found[*key, "cuDNN"]) for key in itertools.product((8192, 4096), (32, 8))}
+    fa4, cudnn = (_manners(row[index] for row in rows.values()) for index in (0, 1))
+    names = [f"FA4: {fa4[manner]}" for manner in fa4] + [f"cuDNN: {cudnn[manner]}" for manner in cudnn]
+    lines = [f"| S | heads | phase | goal | {' | | '.join(names)} | |", "|" + "---|" * (4 + 2 * len(names))]
     for (phase, tokens), goal in GOALS.items():
         for kv_heads in (32, 8):
-            fa4, cudnn = (found[tokens, kv_heads, name] for name in ("FA4", "cuDNN"))
+            by_fa4, by_cudnn = rows[tokens, kv_heads]
+            taxes = [by_fa4[f"{manner}{phase}_tax"] for manner in fa4]
             # cuDNN's against a whole attention by cuDNN.
-            of_cudnn = (
-                8 * cudnn[f"{manner}{phase}_ms"] / cudnn[f"{manner}whole_cudnn_{phase}_ms"]
-                for manner in MANNERS
-                if f"{manner}{phase}_ms" in cudnn
-            )
-            taxes = *(fa4[f"{manner}{phase}_tax"] for manner in MANNERS), *of_cudnn
+            taxes += [
+                8 * by_cudnn[f"{manner}{phase}_ms"] / by_cudnn[f"{manner}whole_cudnn_{phase}_ms"] for manner in cudnn
+            ]
             cells = " | ".join(f"**{tax:.3f}** | {'holds' if tax <= goal else 'missed'}" for tax in taxes)
-            lines.append(f"| {tokens} | {heads_of(fa4)} | {phase} | {goal:.2f} | {cells} |")
+            lines.append(f"| {tokens} | {heads_of(by_fa4)} | {phase} | {goal:.2f} | {cells} |")
     return lines
 
 
+def _manners(rows: Iterable[Row]) -> dict[str, str]:
+    """Manners of timing that all rows have; older rows have the first alone."""
+    given = list(rows)
+    return {manner: name for manner, name in MANNERS.items() if all(f"{manner}forward_tax" in row for row in given)}
+
+
 def gpu_tax_table() -> list[str]:
-    lines = [
-        "| S | heads | kernels | blocks at once | receives, ms by themselves | tax: forward, backward | busy "
-        "| ms of the slowest rank | busy | whole, fastest, ms | busy | host, ms | peak: measured, planned "
-        "| GPU, torch, commit |",
-        "|" + "---|" * 14,
-    ]
     keys = ("tokens_per_rank", "kv_heads", "coalesce", "copies", "flash", "kernel", "results", "direction")
     rows = [row for row in of_suite("gpu-tax") if row["ranks"] == 8 and row["causal"] and "peak_gib" in row]
     rows = latest([row for row in rows if row["tokens_per_rank"] in (4096, 8192)], *keys)
+    manners = [manner for manner in MANNERS if any(f"{manner}forward_tax" in row for row in rows)]
+    timed = ("tax: forward, backward", "ms of the slowest rank", "whole, fastest, ms")
+    titles = [title if not manner else "busy" for title in timed for manner in manners]
+    titles = ["S", "heads", "kernels", "blocks at once", "receives, ms by themselves", *titles]
+    titles += ["host, ms", "peak: measured, planned", "GPU, torch, commit"]
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for row in sorted(rows, key=lambda row: (row["flash"] == "FA2", -row["tokens_per_rank"], -row["kv_heads"])):
         receives = "by reference"
         if row["copies"]:
@@ -62,9 +67,9 @@ def gpu_tax_table() -> list[str]:
         cells = [
             f"{row['tokens_per_rank']} | {heads_of(row)} | {KERNELS[row['kernel'], row['flash']]}{sent}",
             f"{row['coalesce']} | {receives}",
-            *(_of_phases(row, f"{manner}{{phase}}_tax", "**{:.3f}**") for manner in MANNERS),
-            *(_of_phases(row, f"{manner}{{phase}}_ms", "{:.2f}") for manner in MANNERS),
-            *(_of_phases(row, f"{manner}whole_*_{{phase}}_ms", "{:.1f}") for manner in MANNERS),
+            *(_of_phases(row, f"{manner}{{phase}}_tax", "**{:.3f}**") for manner in manners),
+            *(_of_phases(row, f"{manner}{{phase}}_ms", "{:.2f}") for manner in manners),
+            *(_of_phases(row, f"{manner}whole_*_{{phase}}_ms", "{:.1f}") for manner in manners),
             _of_phases(row, "{phase}_host_ms", "{:.1f}"),
             f"{row['peak_gib']:.2f}, {row['planned_peak_gib']:.2f} GiB | {row['gpu']}, {row['torch']}, {row['commit']}",
         ]
@@ -88,6 +93,8 @@ def gpu_memory_table() -> list[str]:
     lines.append("|---|---|" + "---|" * (len(sizes) + 1))
     keys = ("ranks", "kv_heads", "causal", "kernel", "flash")
     rows = latest([row for row in of_suite("gpu-memory") if "shard_gib" in row], *keys)
+    if not rows:
+        return ["No row has this yet."]
     found = {tuple(row[key] for key in keys): row for row in rows}
     for kernel, flash, kv_heads, causal in dict.fromkeys(
         (row["kernel"], row["flash"], row["kv_heads"], row["causal"]) for row in rows
