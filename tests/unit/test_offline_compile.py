@@ -55,17 +55,26 @@ def compiled(
 
 def machine_code(kernel: Any, folder: Path) -> str:
     """What the chip runs, in words."""
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(kernel.asm["cubin"])
+    return disassembled(binary)
+
+
+def disassembled(binary: Path) -> str:
+    """A file of machine code, in words."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
         pytest.skip("this triton has no disassembler")
-    binary = folder / "kernel.cubin"
-    binary.write_bytes(kernel.asm["cubin"])
     return subprocess.run([tool, "-sass", binary], capture_output=True, text=True, check=True).stdout
 
 
 def spilled(kernel: Any, folder: Path) -> int:
     """Instructions that move registers to and from local memory."""
-    text = machine_code(kernel, folder)
+    return spills(machine_code(kernel, folder))
+
+
+def spills(text: str) -> int:
+    """The same of machine code in words."""
     return text.count(" LDL") + text.count(" STL")
 
 
