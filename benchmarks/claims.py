@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import time
 from collections.abc import Callable
@@ -66,6 +67,19 @@ def peak_shards(tokens: int, direction: str, coalesce: int = 1) -> str:
     return f"{made.peak_bytes(1) / (8 * tokens * 64 * 4):.1f} shards of q"
 
 
+def slowest_core(together: int, heads: int = 16, blocks: int = 32, cores: int = 132) -> str:
+    """Of a backward triangle in blocks of 128 keys, `together` heads at once: their longest blocks first, then shorter.
+
+    Steps of 128 x 128; a core that is through with a block begins the next one.
+    """
+    busy = [0] * cores
+    for _ in range(heads // together):
+        for steps in range(blocks, 0, -1):
+            for _ in range(together):
+                heapq.heappush(busy, heapq.heappop(busy) + steps)
+    return f"{max(busy)} steps, {sum(busy) / cores:.0f} on average"
+
+
 CLAIMS: dict[str, Callable[[], str]] = {
     "torch's CPU flash operator on rows of all fields against dense rows, fp32": scattered_rows,
     "torch's CPU flash operator in fp16 against fp32": half_precision,
@@ -77,6 +91,8 @@ CLAIMS: dict[str, Callable[[], str]] = {
     "planned peak of backward, W=4, S=16384, fp32 MHA, query side": lambda: peak_shards(16384, "query"),
     "planned peak of backward, W=4, S=1024, fp32 MHA, query side, coalesce=2": lambda: peak_shards(1024, "query", 2),
     "planned peak of backward, W=4, S=16384, fp32 MHA, query side, coalesce=2": lambda: peak_shards(16384, "query", 2),
+    "slowest of 132 cores, 16 triangles of 4096 x 4096 head by head": lambda: slowest_core(1),
+    "slowest of 132 cores, 16 triangles of 4096 x 4096, 8 together": lambda: slowest_core(8),
 }
 
 

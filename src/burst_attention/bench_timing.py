@@ -4,9 +4,9 @@
   it is ahead of the host in the middle of a training step; `host_ms` says what enqueuing costs.
 - **Busy**: several calls in a row on a chip that has just made products of matrices.
 
-They differ where short calls are compared with long ones. A chip at its limit of power lowers its clock, an H200 from
-1980 MHz to some 1600 under matrix products; after a pause a short call is through before that, and a long one is not.
-So busy calls are timed in turns, and of short ones as many in a row as make up a long one.
+They may differ where short calls are compared with long ones. A chip at its limit of power lowers its clock; after a
+pause a short call is through before that, and a long one is not. So busy calls are timed in turns, and of short ones as
+many in a row as make up a long one.
 """
 
 from __future__ import annotations
