@@ -19,6 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 pytest.importorskip("triton")
+from burst_attention.tiles import block_table as block_tables
 from burst_attention.tiles import fused
 from burst_attention.tiles.cuda import rectangle_and_triangle
 from burst_attention.tiles.fused import (
@@ -62,6 +63,25 @@ def empty_state(q: torch.Tensor, value_dim: int, deferred: Deferred | None = Non
 @pytest.mark.parametrize("name", PIECES)
 @pytest.mark.parametrize(("dim", "value_dim", "scale"), [(16, 16, 0.3), (24, 8, 0.3), (16, 16, -0.3)])
 def test_kernels_equal_their_twin(dtype: torch.dtype, name: str, dim: int, value_dim: int, scale: float) -> None:
+    require_twins_agree(dtype, name, dim, value_dim, scale)
+
+
+@pytest.mark.parametrize(("heads", "blocks"), [(1, 99), (2, 99), (4, 1), (99, 1)])
+def test_heads_take_turns_in_any_number_of_launches(monkeypatch: pytest.MonkeyPatch, heads: int, blocks: int) -> None:
+    """Of 8 heads forward, and 4 key heads: one by one, in groups, all at once; with a launch for each block."""
+    head_bytes = 70 * 32 * 4 // 2
+    monkeypatch.setattr(block_tables, "UNEVEN", 2.0)
+    monkeypatch.setattr(block_tables, "INTERPRETED", heads * head_bytes)
+    monkeypatch.setattr(block_tables, "MOST_BLOCKS", blocks)
+    kept = block_tables.block_table, block_tables._cache_bytes
+    for function in kept:
+        function.cache_clear()
+    require_twins_agree(torch.float32, "causal", 16, 16, 0.3)
+    for function in kept:
+        function.cache_clear()
+
+
+def require_twins_agree(dtype: torch.dtype, name: str, dim: int, value_dim: int, scale: float) -> None:
     q, k, v, dout = tensors(dtype, dim, value_dim)
     ours, twin = TritonKernel(), PlainKernel()
     states = [empty_state(q, value_dim) for _ in range(2)]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burst_attention.geometry import Piece, make_piece
-from burst_attention.tiles.block_table import ENTRY_FIELDS, block_table
+from burst_attention.geometry import Piece, full_piece, make_piece
+from burst_attention.tiles import block_table as block_tables
+from burst_attention.tiles.block_table import ENTRY_FIELDS, BlockTable, block_table
 
 SIZE = 60
 pieces = st.builds(
@@ -68,3 +72,55 @@ def test_the_heaviest_blocks_come_first() -> None:
     assert causal is not None
     table = block_table((causal,), False, 16, 16, torch.device("cpu"))
     assert table.blocks[:, 0].tolist() == [3, 2, 1, 0]
+
+
+def begun(table: BlockTable, pairs: int, walked: tuple[torch.Tensor, ...]) -> list[tuple[int, int]]:
+    """(head, steps of a block) of every program, in the order that a chip begins them."""
+    order = []
+    for (together, blocks, groups), lines in table.launches(pairs, walked):
+        assert blocks == len(lines) <= block_tables.MOST_BLOCKS
+        for group, line, head in itertools.product(range(groups), lines.tolist(), range(together)):
+            steps = sum(entry[3] - entry[0] for entry in table.entries[line[1] : line[2]].tolist())
+            order.append((group * together + head, steps))
+    return order
+
+
+@pytest.mark.parametrize(
+    ("pairs", "most", "cache", "together"), [(6, 99, 99, 6), (6, 99, 4, 3), (7, 99, 4, 1), (6, 2, 99, 6)]
+)
+def test_heads_take_turns_where_blocks_differ(
+    monkeypatch: pytest.MonkeyPatch, pairs: int, most: int, cache: int, together: int
+) -> None:
+    """As many as fit the cache and divide all; every block of every head is begun once, however many launches."""
+    walked = (torch.zeros(1, pairs, 10, 10),)
+    monkeypatch.setattr(block_tables, "INTERPRETED", cache * 400)
+    monkeypatch.setattr(block_tables, "MOST_BLOCKS", most)
+    block_tables._cache_bytes.cache_clear()
+    triangle = make_piece(0, 60, 0, 60, 0, 60)
+    assert triangle is not None
+    table = block_table((triangle,), False, 16, 16, torch.device("cpu"))
+    found = begun(table, pairs, walked)
+    block_tables._cache_bytes.cache_clear()
+    steps = [60, 48, 32, 16]
+    assert sorted(found) == sorted(itertools.product(range(pairs), steps))
+    if most > len(steps):
+        groups = itertools.product(range(0, pairs, together), steps, range(together))
+        assert found == [(group + head, step) for group, step, head in groups]
+
+
+@pytest.mark.parametrize(("rows", "heads", "share"), [(4096, 16, 65), (8192, 32, 505)])
+def test_no_core_has_much_more_of_a_triangle_than_its_share(rows: int, heads: int, share: int) -> None:
+    """A share is 64 and 504.2 blocks of 128 x 128; head by head one would have 82 and 534."""
+    table = block_table((Piece(0, rows, 0, rows, 0, rows),), False, 128, 128, torch.device("cpu"))
+    busy = [0] * 132
+    for _, steps in begun(table, heads, (torch.empty(1, heads, rows, 256, dtype=torch.bfloat16, device="meta"),)):
+        heapq.heappush(busy, heapq.heappop(busy) + steps // 128)
+    assert max(busy) == share
+
+
+def test_blocks_that_are_alike_go_head_by_head() -> None:
+    """The order in which full pieces were measured, and windows, of which few blocks are lighter."""
+    for piece in (full_piece(0, 64, 0, 64), Piece(0, 256, 0, 256, 0, 64)):
+        table = block_table((piece,), False, 16, 16, torch.device("cpu"))
+        ((grid, _),) = table.launches(6, (torch.zeros(6),))
+        assert grid == (1, piece.q_count // 16, 6)

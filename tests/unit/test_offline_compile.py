@@ -120,6 +120,19 @@ def require_ordered_dispatch(kernel: Any) -> None:
         assert everyone.match(lines[index + 1]), lines[index + 1]
 
 
+def require_places(kernel: Any) -> None:
+    """Each group of warps takes its block and head from where the program is in the grid, as triton_forward.pair_of.
+
+    These kernels run on a GPU alone; the plain ones, whose grid is the same, are interpreted too.
+    """
+    text = re.sub(r"\s+", " ", re.sub(r"\.loc.*", "", kernel.asm["ptx"]))
+    pair = r"mov\.u32 (%r\d+), %ctaid\.z; mov\.u32 (%r\d+), %nctaid\.x; mov\.u32 (%r\d+), %ctaid\.x; "
+    pairs = re.findall(pair + r"mad\.lo\.s32 %r\d+, \1, \2, \3;", text)
+    lines = re.findall(r"mov\.u32 (%r\d+), %ctaid\.y; mul\.lo\.s32 %r\d+, \1, 3;", text)
+    assert len(pairs) >= 3 and len(pairs) == text.count("%ctaid.x;") == text.count("%ctaid.z;")
+    assert len(lines) == 3 == text.count("%ctaid.y;")
+
+
 def test_the_handshake_of_groups_is_ordered_where_racecheck_doubts_it() -> None:
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -143,6 +156,7 @@ def test_the_hopper_forward_uses_the_chip_and_spills_nothing(carried: bool, tmp_
         assert instruction in kernel.asm["ptx"], instruction
     assert spilled(kernel, tmp_path) == 0
     require_ordered_dispatch(kernel)
+    require_places(kernel)
 
 
 @pytest.mark.parametrize("add", [False, True], ids=["written", "added"])
@@ -159,6 +173,7 @@ def test_the_hopper_backward_uses_the_chip(add: bool) -> None:
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "setmaxnreg"):
         assert instruction in kernel.asm["ptx"], instruction
     require_ordered_dispatch(kernel)
+    require_places(kernel)
 
 
 @pytest.mark.parametrize("chip", [80, 100])

@@ -11,6 +11,7 @@ nothing, and nothing is visited.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,6 +22,12 @@ from burst_attention.geometry import Piece
 
 ENTRY_FIELDS = 9
 """some_first, every_first, every_last, some_last, row0, rows, col0, low, high."""
+UNEVEN = 0.75
+"""Of the heaviest block's work: where the mean of all is less, heads take turns."""
+MOST_BLOCKS = 65535
+"""Of one launch: a grid's second size may not be larger."""
+INTERPRETED = 50 * 2**20
+"""Bytes of a cache where there is no GPU: that of an H100."""
 
 
 class BlockTable(NamedTuple):
@@ -28,6 +35,37 @@ class BlockTable(NamedTuple):
 
     blocks: Tensor
     entries: Tensor
+    uneven: bool = False
+    """Whether some blocks are much lighter than others."""
+
+    def launches(self, pairs: int, walked: Sequence[Tensor]) -> Iterator[tuple[tuple[int, int, int], Tensor]]:
+        """(grid, blocks) of each launch for B * H heads, mostly one; the grid is (heads in turns, blocks, groups).
+
+        A chip begins programs in order. Head by head the last head's heaviest block begins when all others are nearly
+        done; where heads take turns at their blocks, the lightest of all are last. What blocks of these heads walk
+        over is to fit the cache. Three heads of three blocks on four cores, a digit for each step:
+
+            head by head    000222    in turns    00022
+                            00122                 11102
+                            0112                  2221
+                            111                   0011
+        """
+        together = 1
+        if self.uneven:
+            head_bytes = sum(x.numel() * x.element_size() for x in walked) // pairs
+            most = min(_cache_bytes(self.blocks.device) // max(head_bytes, 1), pairs)
+            together = max((count for count in range(1, most + 1) if pairs % count == 0), default=1)
+        parts = (self.blocks,) if len(self.blocks) <= MOST_BLOCKS else torch.split(self.blocks, MOST_BLOCKS)
+        for blocks in parts:
+            yield (together, len(blocks), pairs // together), blocks
+
+
+@lru_cache(maxsize=16)
+def _cache_bytes(device: torch.device) -> int:
+    """Of the cache that all cores of a GPU share."""
+    if device.type != "cuda":
+        return INTERPRETED
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 @lru_cache(maxsize=256)
@@ -47,8 +85,9 @@ def block_table(
     work = torch.zeros(len(blocks), dtype=torch.int64)
     work.index_add_(0, torch.repeat_interleave(torch.arange(len(blocks)), counts), entries[:, 3] - entries[:, 0])
     table = torch.stack([blocks, last - counts, last], 1)[torch.argsort(work, descending=True, stable=True)]
+    uneven = bool(work.double().mean() < UNEVEN * work.max())
     # From pinned memory the copy would need an event to outlive; a blocking copy happens once per table.
-    return BlockTable(table.int().to(device), entries.int().to(device))
+    return BlockTable(table.int().to(device), entries.int().to(device), uneven)
 
 
 def _transposed(piece: Piece) -> Piece:

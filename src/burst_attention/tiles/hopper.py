@@ -106,13 +106,14 @@ def launch_hopper_forward(
 
     table = block_table(pieces, False, BLOCK_Q, block_k, q.device)
     out, lse = finished or (state.acc, state.peak)
-    start(hopper_forward_kernel[(len(table.blocks), q.shape[0] * q.shape[1])])(
-        _descriptor(q, BLOCK_Q // 2), _descriptor(k, block_k), _descriptor(v, block_k), *state[:3], out, lse, *table,
-        *state.acc.stride()[:3], *state.peak.stride(), *out.stride()[:3], *lse.stride(),
-        q.shape[1], q.shape[1] // k.shape[1], q.shape[2], scale,
-        BLOCK_K=block_k, D=q.shape[3], E=v.shape[3], STAGES=stages, LOAD=load, FINISH=finished is not None,
-        num_warps=4,
-    )  # fmt: skip
+    for grid, blocks in table.launches(q.shape[0] * q.shape[1], (k, v)):
+        start(hopper_forward_kernel[grid])(
+            _descriptor(q, BLOCK_Q // 2), _descriptor(k, block_k), _descriptor(v, block_k), *state[:3], out, lse,
+            blocks, table.entries, *state.acc.stride()[:3], *state.peak.stride(), *out.stride()[:3], *lse.stride(),
+            q.shape[1], q.shape[1] // k.shape[1], q.shape[2], scale,
+            BLOCK_K=block_k, D=q.shape[3], E=v.shape[3], STAGES=stages, LOAD=load, FINISH=finished is not None,
+            num_warps=4,
+        )  # fmt: skip
 
 
 def launch_hopper_backward(
@@ -129,11 +130,12 @@ def launch_hopper_backward(
 
     dq, dk, dv = gradients
     table = block_table(pieces, True, BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, x.q.device)
-    start(hopper_backward_kernel[(len(table.blocks), x.k.shape[0] * x.k.shape[1])])(
-        _descriptor(x.q, BACKWARD_BLOCK_Q), _descriptor(x.dout, BACKWARD_BLOCK_Q),
-        _descriptor(x.k, BACKWARD_BLOCK_K), _descriptor(x.v, BACKWARD_BLOCK_K),
-        _descriptor(dq, BACKWARD_BLOCK_Q, dq.shape[3] // 2), x.lse, x.delta, dk, dv, *table,
-        *x.lse.stride(), *x.delta.stride(), *dk.stride()[:3], *dv.stride()[:3],
-        x.k.shape[1], x.q.shape[1] // x.k.shape[1], x.k.shape[2], scale,
-        D=x.q.shape[3], STAGES=stages, ADD=add, num_warps=4,
-    )  # fmt: skip
+    for grid, blocks in table.launches(x.k.shape[0] * x.k.shape[1], (x.q, x.dout, dq)):
+        start(hopper_backward_kernel[grid])(
+            _descriptor(x.q, BACKWARD_BLOCK_Q), _descriptor(x.dout, BACKWARD_BLOCK_Q),
+            _descriptor(x.k, BACKWARD_BLOCK_K), _descriptor(x.v, BACKWARD_BLOCK_K),
+            _descriptor(dq, BACKWARD_BLOCK_Q, dq.shape[3] // 2), x.lse, x.delta, dk, dv, blocks, table.entries,
+            *x.lse.stride(), *x.delta.stride(), *dk.stride()[:3], *dv.stride()[:3],
+            x.k.shape[1], x.q.shape[1] // x.k.shape[1], x.k.shape[2], scale,
+            D=x.q.shape[3], STAGES=stages, ADD=add, num_warps=4,
+        )  # fmt: skip

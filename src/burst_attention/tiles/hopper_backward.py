@@ -35,6 +35,7 @@ from burst_attention.tiles.hopper_forward import (
     WORKER_WARPS,
     group_rows,
     pair_exists,
+    pair_of,
     read_entry,
     turn_of,
 )
@@ -52,8 +53,8 @@ def _load_queries(
     q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem, kv_full, q_full, q_empty = buffers
     lse_ptr, delta_ptr, lse_strides, delta_strides = statistics
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    line = blocks_ptr + gl.program_id(0) * 3
-    batch, kv_head = gl.program_id(1) // kv_heads, gl.program_id(1) % kv_heads
+    line = blocks_ptr + gl.program_id(1) * 3
+    batch, kv_head = pair_of() // kv_heads, pair_of() % kv_heads
     key = gl.load(line) * (2 * GROUP_ROWS)
     mbarrier.expect(kv_full, 2 * k_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [batch, kv_head, key, 0], kv_full, k_smem)
@@ -90,7 +91,7 @@ def _add_rows(
     PART: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """Add to this group's keys of dk or dv, or write them where there is nothing yet to add to."""
-    batch, kv_head = (gl.program_id(1) // kv_heads).to(gl.int64), (gl.program_id(1) % kv_heads).to(gl.int64)
+    batch, kv_head = (pair_of() // kv_heads).to(gl.int64), (pair_of() % kv_heads).to(gl.int64)
     rows = group_rows(line, PART, gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
     at = base_ptr + batch * strides[0] + kv_head * strides[1] + rows.to(gl.int64)[:, None] * strides[2] + d[None, :]
@@ -161,8 +162,8 @@ def _differentiate(
     KEY_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     QUERY_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, KEY_LAYOUT, 2)
-    line = blocks_ptr + gl.program_id(0) * 3
-    batch, kv_head = gl.program_id(1) // kv_heads, gl.program_id(1) % kv_heads
+    line = blocks_ptr + gl.program_id(1) * 3
+    batch, kv_head = pair_of() // kv_heads, pair_of() % kv_heads
     keys = group_rows(line, PART, gl.SliceLayout(1, S_LAYOUT))
     k_all = k_smem.reshape([2 * GROUP_ROWS, D])
     k = k_all.slice(PART * GROUP_ROWS, GROUP_ROWS, dim=0)
@@ -223,7 +224,7 @@ def hopper_backward_kernel(
     dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, groups, k_rows, scale,
     D: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of 128 keys of the table, B * G): adds to dq, and to dk and dv or, if not ADD, writes those."""
+    """Adds to dq, and to dk and dv or, if not ADD, writes those. Grid (key heads in turns, blocks of keys, groups)."""
     DTYPE: gl.constexpr = k_desc.dtype
     q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
     dout_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_Q, D], dout_desc.layout)

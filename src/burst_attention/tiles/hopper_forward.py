@@ -37,6 +37,15 @@ WORKER_REGISTERS = gl.constexpr([240, 24])
 
 
 @gluon.jit
+def pair_of():
+    """Which of B * H heads a program is for, as in triton_forward.py.
+
+    It is read again at each use, which costs nothing: an argument for it would take a register over the loop.
+    """
+    return gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
+
+
+@gluon.jit
 def _count_blocks(entries_ptr, first, last, BLOCK_K: gl.constexpr):
     count = 0
     for index in range(first, last):
@@ -52,8 +61,8 @@ def _load_keys(
 ):  # fmt: skip
     """The loading warp: queries once, then every block of keys and values into the next free buffers."""
     q_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty = buffers
-    line = blocks_ptr + gl.program_id(0) * 3
-    batch, head = gl.program_id(1) // heads, gl.program_id(1) % heads
+    line = blocks_ptr + gl.program_id(1) * 3
+    batch, head = pair_of() // heads, pair_of() % heads
     row = gl.load(line) * (2 * GROUP_ROWS)
     mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], q_full, q_smem.index(0))
@@ -117,7 +126,7 @@ def _places(base_ptr, strides, line, heads, PART: gl.constexpr, LAYOUT: gl.const
 
     The row is read again at each use: pointers kept over the loop would take registers that it needs.
     """
-    batch, head = (gl.program_id(1) // heads).to(gl.int64), (gl.program_id(1) % heads).to(gl.int64)
+    batch, head = (pair_of() // heads).to(gl.int64), (pair_of() % heads).to(gl.int64)
     rows = group_rows(line, PART, LAYOUT)
     return base_ptr + batch * strides[0] + head * strides[1] + rows.to(gl.int64) * strides[2], rows
 
@@ -215,7 +224,7 @@ def _attend(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    line = blocks_ptr + gl.program_id(0) * 3
+    line = blocks_ptr + gl.program_id(1) * 3
     acc, peak, total = _no_state(E, O_LAYOUT, S_ROWS)
     if LOAD:
         acc, peak, total = _load_state(state, line, heads, q_rows, PART, E, O_LAYOUT, S_ROWS)
@@ -279,7 +288,7 @@ def hopper_forward_kernel(
     BLOCK_K: gl.constexpr, D: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr,
     LOAD: gl.constexpr, FINISH: gl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of 128 rows of the table, B * H), as triton_forward.forward_kernel. The scale is positive."""
+    """Grid (heads in turns, blocks of 128 rows, groups), as triton_forward.forward_kernel. The scale is positive."""
     DTYPE: gl.constexpr = k_desc.dtype
     q_smem = gl.allocate_shared_memory(DTYPE, [2, 1, 1, GROUP_ROWS, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_K, D], k_desc.layout)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from burst_attention.tiles.triton_forward import FIELDS, LOG2_E, PRECISION, load_block, pair_exists
+from burst_attention.tiles.triton_forward import FIELDS, LOG2_E, PRECISION, load_block, pair_exists, pair_of
 
 
 @triton.jit
@@ -70,9 +70,9 @@ def key_gradients_kernel(
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     WANT_K: tl.constexpr, WANT_V: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (key blocks of the table, B * G): adds to dk and dv, or writes them, over all query heads of a key head."""
-    line = blocks_ptr + tl.program_id(0) * 3
-    batch, kv_head = (tl.program_id(1) // kv_heads).to(tl.int64), (tl.program_id(1) % kv_heads).to(tl.int64)
+    """Grid (key heads in turns, key blocks, groups): adds to dk and dv, or writes them, over all query heads."""
+    line = blocks_ptr + tl.program_id(1) * 3
+    batch, kv_head = (pair_of() // kv_heads).to(tl.int64), (pair_of() % kv_heads).to(tl.int64)
     keys = tl.load(line) * BLOCK_K + tl.arange(0, BLOCK_K)
     d, e = tl.arange(0, D), tl.arange(0, E)
     k = load_block(k_ptr + batch * k_batch + kv_head * k_head, keys, k_row, d, k_rows, DIM, True, DIM != D)
@@ -147,9 +147,9 @@ def query_gradients_kernel(
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query blocks of the table, B * H): adds to dq, or writes it."""
-    line = blocks_ptr + tl.program_id(0) * 3
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    """Grid (heads in turns, query blocks, groups): adds to dq, or writes it."""
+    line = blocks_ptr + tl.program_id(1) * 3
+    batch, head = (pair_of() // heads).to(tl.int64), (pair_of() % heads).to(tl.int64)
     queries = tl.load(line) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     d, e = tl.arange(0, D), tl.arange(0, E)
     q = load_block(q_ptr + batch * q_batch + head * q_head, queries, q_row, d, q_rows, DIM, True, DIM != D)

@@ -109,6 +109,18 @@ def _store_state(acc_at, peak_at, total_at, kept, kept_acc, acc, peak, total):
     tl.store(acc_at, acc * factor[:, None], mask=kept_acc)
 
 
+@triton.jit
+def pair_of():
+    """Which of B * H heads a program is for. Grids are (heads that take turns, blocks, groups of such heads).
+
+    Two heads at a time of four, with three blocks each, in the order that programs begin:
+
+        head   0 1 0 1 0 1   2 3 2 3 2 3
+        block  0 0 1 1 2 2   0 0 1 1 2 2
+    """
+    return tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+
+
 @triton.jit(do_not_specialize=["heads", "groups", "q_rows"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, acc_ptr, peak_ptr, total_ptr, out_ptr, lse_ptr, blocks_ptr, entries_ptr,
@@ -119,9 +131,9 @@ def forward_kernel(
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     LOAD: tl.constexpr, FINISH: tl.constexpr, ONE_ENTRY: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row blocks of the table, B * H). LOAD continues a state; FINISH writes out and lse instead of one."""
-    line = blocks_ptr + tl.program_id(0) * 3
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    """Grid (heads in turns, row blocks, groups). LOAD continues a state; FINISH writes out and lse instead of one."""
+    line = blocks_ptr + tl.program_id(1) * 3
+    batch, head = pair_of() // heads, pair_of() % heads
     rows = tl.load(line) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     d, e = tl.arange(0, D), tl.arange(0, E)
     batch, head = batch.to(tl.int64), head.to(tl.int64)

@@ -182,14 +182,15 @@ def launch_forward(
     table = block_table(pieces, False, config.block_q, config.block_k, q.device)
     out, lse = finished or (state.acc, state.peak)
     one_entry = len(table.blocks) == len(table.entries)
-    start(forward_kernel[(len(table.blocks), q.shape[0] * q.shape[1])])(
-        q, k, v, *state[:3], out, lse, *table,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *state.acc.stride()[:3], *state.peak.stride(),
-        *out.stride()[:3], *lse.stride(), q.shape[1], q.shape[1] // k.shape[1], q.shape[2], scale,
-        BLOCK_Q=config.block_q, BLOCK_K=config.block_k, **_dims(head_dim, value_dim),
-        LOAD=load, FINISH=finished is not None, ONE_ENTRY=one_entry, NEGATIVE=scale < 0,
-        num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+    for grid, blocks in table.launches(q.shape[0] * q.shape[1], (k, v)):
+        start(forward_kernel[grid])(
+            q, k, v, *state[:3], out, lse, blocks, table.entries,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *state.acc.stride()[:3], *state.peak.stride(),
+            *out.stride()[:3], *lse.stride(), q.shape[1], q.shape[1] // k.shape[1], q.shape[2], scale,
+            BLOCK_Q=config.block_q, BLOCK_K=config.block_k, **_dims(head_dim, value_dim),
+            LOAD=load, FINISH=finished is not None, ONE_ENTRY=one_entry, NEGATIVE=scale < 0,
+            num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
 
 
 def launch_key_gradients(
@@ -209,15 +210,16 @@ def launch_key_gradients(
     some = dk if dk is not None else dv
     assert some is not None
     dk_or_any, dv_or_any = dk if dk is not None else some, dv if dv is not None else some
-    start(key_gradients_kernel[(len(table.blocks), x.k.shape[0] * x.k.shape[1])])(
-        x.q, x.k, x.v, x.dout, x.lse, x.delta, dk_or_any, dv_or_any, *table,
-        *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *x.dout.stride()[:3], *x.lse.stride(),
-        *x.delta.stride(), *dk_or_any.stride()[:3], *dv_or_any.stride()[:3],
-        x.k.shape[1], x.q.shape[1] // x.k.shape[1], x.k.shape[2], scale,
-        BLOCK_Q=config.block_q, BLOCK_K=config.block_k, **_dims(head_dim, value_dim),
-        WANT_K=dk is not None, WANT_V=dv is not None, ADD=add,
-        num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+    for grid, blocks in table.launches(x.k.shape[0] * x.k.shape[1], (x.q, x.dout)):
+        start(key_gradients_kernel[grid])(
+            x.q, x.k, x.v, x.dout, x.lse, x.delta, dk_or_any, dv_or_any, blocks, table.entries,
+            *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *x.dout.stride()[:3], *x.lse.stride(),
+            *x.delta.stride(), *dk_or_any.stride()[:3], *dv_or_any.stride()[:3],
+            x.k.shape[1], x.q.shape[1] // x.k.shape[1], x.k.shape[2], scale,
+            BLOCK_Q=config.block_q, BLOCK_K=config.block_k, **_dims(head_dim, value_dim),
+            WANT_K=dk is not None, WANT_V=dv is not None, ADD=add,
+            num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
 
 
 def launch_query_gradients(
@@ -233,14 +235,15 @@ def launch_query_gradients(
     head_dim, value_dim = x.q.shape[3], x.v.shape[3]
     config = config or config_for(query_config, x.q, x.v)
     table = block_table(pieces, False, config.block_q, config.block_k, x.q.device)
-    start(query_gradients_kernel[(len(table.blocks), x.q.shape[0] * x.q.shape[1])])(
-        x.q, x.k, x.v, x.dout, x.lse, x.delta, dq, *table,
-        *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *x.dout.stride()[:3], *x.lse.stride(),
-        *x.delta.stride(), *dq.stride()[:3],
-        x.q.shape[1], x.q.shape[1] // x.k.shape[1], x.q.shape[2], scale,
-        BLOCK_Q=config.block_q, BLOCK_K=config.block_k, **_dims(head_dim, value_dim),
-        ADD=add, num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+    for grid, blocks in table.launches(x.q.shape[0] * x.q.shape[1], (x.k, x.v)):
+        start(query_gradients_kernel[grid])(
+            x.q, x.k, x.v, x.dout, x.lse, x.delta, dq, blocks, table.entries,
+            *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *x.dout.stride()[:3], *x.lse.stride(),
+            *x.delta.stride(), *dq.stride()[:3],
+            x.q.shape[1], x.q.shape[1] // x.k.shape[1], x.q.shape[2], scale,
+            BLOCK_Q=config.block_q, BLOCK_K=config.block_k, **_dims(head_dim, value_dim),
+            ADD=add, num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
 
 
 def dense_columns(x: Tensor) -> Tensor:
