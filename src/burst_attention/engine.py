@@ -213,7 +213,7 @@ class PhaseRun:
         """Post a round's transfers and compute its pieces."""
         step = self.rounds[index]
         if halves := self._last_halves(step):
-            self.work.open_heads(halves[0][1], self.home["q"].dtype)
+            self.work.open_heads(halves[0][1], self.home["q"].dtype, len(step.pieces))
         # Home's own work, last, hides the way home of results, and what they wait for: it was ready from the first.
         ready = self.first_ready if index and not step.row_count else self.lanes.ready()
         self.lanes.join()

@@ -24,6 +24,9 @@ from torch import Tensor
 MAX_PARTIALS = 7
 """Partials that wait to be merged at once, whatever the number of ranks."""
 
+PARTIALS_OF_A_PIECE = 2
+"""At most: vendors' kernels take a piece below a diagonal as a rectangle and a triangle."""
+
 MAX_PARTS = 12
 """Parts of a gradient that wait to be added at once, whatever the number of ranks."""
 
@@ -44,7 +47,9 @@ class Partial(NamedTuple):
         begin, end = max(first - self.head, 0), min(last - self.head, self.out.shape[1])
         if begin >= end:
             return None
-        return Partial(self.first, self.out[:, begin:end], self.lse[:, begin:end], self.head + begin - first)
+        all_of_them = end - begin == self.out.shape[1]
+        out, lse = (x if all_of_them else x[:, begin:end] for x in (self.out, self.lse))
+        return Partial(self.first, out, lse, self.head + begin - first)
 
 
 class Part(NamedTuple):

@@ -187,7 +187,7 @@ def test_heads_that_are_finished_before_others(before: int) -> None:
         add_partial(state, part)
     kernel, last = CudnnKernel(), partials()[1]
     merge_partial(expected.rows(30, 70), last.out, last.lse)
-    kernel.open_heads(state, 1, torch.float32)
+    kernel.open_heads(state, 1, torch.float32, 1)
     for first, end in ((0, 1), (1, 3)):
         heads = state.heads(first, end)
         add_partial(heads, Partial(30, last.out[:, first:end], last.lse[:, first:end]))

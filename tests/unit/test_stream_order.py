@@ -19,6 +19,7 @@ from burst_attention import Layout, Ring, burst_attention, causal, engine, full,
 from burst_attention.lanes import Lanes
 from burst_attention.reference import allowed_pairs, reference_gradients
 from burst_attention.ring import threads
+from burst_attention.schedule import plan as planning
 from tests.unit.stream_order import Machine
 
 pytest.importorskip("triton")
@@ -104,6 +105,17 @@ def test_everything_is_in_order(
 ) -> None:
     turns = run(monkeypatch, machine, kernel, ranks, mask, kv_heads)
     assert turns >= 4 * ranks, "no round went to a lane"
+    assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(13, 7), (5, 1), (5, 2), (5, 3), (5, 4), (6, 5)])
+def test_partials_are_merged_before_some_heads_are_ended(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, ranks: int, most: int
+) -> None:
+    """Rank 11 of 13 has six waiting before its last two visitors, a piece each: with both it would be eight."""
+    for module in (vendor, gpu, planning):
+        monkeypatch.setattr(module, "MAX_PARTIALS", most)
+    assert run(monkeypatch, machine, "FA4", ranks, "causal", HEADS) >= 4 * ranks
     assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from burst_attention.geometry import Packed, Piece, Rows, count_rows, join_pieces, moved_rows, row_offset, unite_rows
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask
-from burst_attention.merge import MAX_SHARES
+from burst_attention.merge import MAX_PARTIALS, MAX_SHARES, PARTIALS_OF_A_PIECE
 from burst_attention.schedule.bundles import Bundle, Heads, Shapes, make_bundle
 from burst_attention.topology import BETWEEN, DoubleRing
 
@@ -218,10 +218,13 @@ class PhasePlan:
     def last_halves(self, rank: int, kernel: TileCosts, scale: float) -> tuple[Heads, Heads] | None:
         """Heads of a rank's last visitors in two halves, where out of the first is ended beside the second.
 
-        That is forward by kernels that lay partials aside, and leave room for passes beside them.
+        That is forward by kernels that lay partials aside, and leave room for passes beside them. All of the last
+        visitors may wait: once some heads are ended nothing is merged for all.
         """
         steps = [step for step in self.rounds[rank] if step.pieces]
         if self.phase != "forward" or self.results.fields or len(steps) < 2 or not steps[-1].row_count:
+            return None
+        if len(steps[-1].pieces) * PARTIALS_OF_A_PIECE > MAX_PARTIALS:
             return None
         if not all(kernel.gives_parts(self, step, scale) and kernel.leaves_room(self, step, scale) for step in steps):
             return None

@@ -350,8 +350,11 @@ class TileKernel(ABC):
         """(out, lse) of a state that has seen all its keys; the state is used up."""
         return finish(state, dtype)
 
-    def open_heads(self, state: State, count: int, dtype: torch.dtype) -> None:
-        """Make room to finish the first heads of a state that defers, before the last pieces of the others."""
+    def open_heads(self, state: State, count: int, dtype: torch.dtype, pieces: int) -> None:
+        """Make room to finish the first heads of a state that defers, before the last pieces of the others.
+
+        Before all of the last pieces, so many: what waits for them must not be merged any more.
+        """
         raise AssertionError(f"kernel {self.name!r} does not defer")
 
     def finish_heads(self, state: State) -> None:
