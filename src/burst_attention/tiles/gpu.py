@@ -53,6 +53,13 @@ def settle(state: State) -> None:
     state.deferred.partials.clear()
 
 
+def waiting(state: State) -> int:
+    """How many partials wait for some of its heads."""
+    assert state.deferred is not None
+    last = state.head + state.acc.shape[1]
+    return sum(state.head < p.head + p.out.shape[1] and p.head < last for p in state.deferred.partials)
+
+
 def partials_of(state: State) -> list[Partial]:
     """Those that wait for its heads."""
     assert state.deferred is not None

@@ -20,7 +20,7 @@ from burst_attention.merge import MAX_PARTIALS, MAX_PARTS, MAX_SHARES, Partial, 
 from burst_attention.schedule import Bundle, PhasePlan, Round
 from burst_attention.tiles import flash4
 from burst_attention.tiles.fused import merge_partials, stand_in_for_out
-from burst_attention.tiles.gpu import DeferringKernel, partials_of, settle
+from burst_attention.tiles.gpu import DeferringKernel, settle, waiting
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.start import start
 
@@ -210,5 +210,5 @@ def add_partial(state: State, partial: Partial) -> None:
 
 def make_room(state: State) -> None:
     """For another partial, before it is computed."""
-    if state.deferred is not None and len(partials_of(state)) == MAX_PARTIALS:
+    if state.deferred is not None and waiting(state) == MAX_PARTIALS:
         settle(state)
