@@ -14,6 +14,7 @@ from burst_attention.geometry import Piece, full_piece
 from burst_attention.merge import State, clear
 from burst_attention.schedule.build import piece_table
 from burst_attention.tiles import BackwardInputs
+from burst_attention.tiles import block_table as block_tables
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")]
@@ -141,6 +142,32 @@ def test_backward(name: str, dtype: torch.dtype, kv_heads: int, packed: bool) ->
     launch_hopper_backward(PIECES[name], inputs, found, tile.scale)
     for gradient, right in zip(found, wanted, strict=True):
         assert relative(gradient - 1, right) < ERROR[dtype]
+
+
+@pytest.mark.parametrize(("heads", "blocks"), [(1, 9), (2, 9), (4, 1), (8, 9)])
+def test_heads_take_turns_in_any_number_of_launches(monkeypatch: pytest.MonkeyPatch, heads: int, blocks: int) -> None:
+    """Of 8 heads: one by one, in groups, all at once; with a launch for each block."""
+    from burst_attention.tiles.hopper import launch_hopper_backward, launch_hopper_forward
+
+    tile = make_tile("documents", torch.bfloat16, 128, 128, 4, packed=False)
+    wanted, lse, _ = tile.forward()
+    delta, *gradients = tile.backward()
+    inputs = BackwardInputs(tile.dout, tile.q, tile.k, tile.v, lse.float(), delta.float(), None)
+    state, found = cleared(tile), tuple(torch.ones(x.shape, device="cuda") for x in (tile.q, tile.k, tile.v))
+    monkeypatch.setattr(block_tables, "MOST_BLOCKS", blocks)
+    block_tables.block_table.cache_clear()
+    monkeypatch.setattr(block_tables, "UNEVEN", 2.0)
+    rows, dim = tile.q.shape[2:]
+    monkeypatch.setattr(block_tables, "_cache_bytes", lambda device: heads * rows * 2 * dim * 2)
+    launch_hopper_forward(PIECES["documents"], tile.q, tile.k, tile.v, state, tile.scale)
+    monkeypatch.setattr(block_tables, "_cache_bytes", lambda device: heads * rows * (2 * dim * 2 + dim * 4))
+    launch_hopper_backward(PIECES["documents"], inputs, found, tile.scale)
+    block_tables.block_table.cache_clear()
+    assert (
+        relative(state.acc / torch.where(state.total > 0, state.total, 1.0)[..., None], wanted) < ERROR[torch.bfloat16]
+    )
+    for gradient, right in zip(found, gradients, strict=True):
+        assert relative(gradient - 1, right) < ERROR[torch.bfloat16]
 
 
 def test_deterministic_algorithms_are_left_to_the_deterministic_kernel() -> None:
