@@ -99,14 +99,17 @@ def gpu_memory_table() -> list[str]:
     for kernel, flash, kv_heads, causal in dict.fromkeys(
         (row["kernel"], row["flash"], row["kv_heads"], row["causal"]) for row in rows
     ):
-        of_sizes = [found[size, kv_heads, causal, kernel, flash] for size in sizes]
+        of_sizes = [found.get((size, kv_heads, causal, kernel, flash)) for size in sizes]
         cells = [
             f"{row['peak_gib']:.2f}, {row['planned_peak_gib']:.2f} GiB; {row['peak_gib'] / row['shard_gib']:.1f} shards"
+            if row
+            else ""
             for row in of_sizes
         ]
+        some = next(row for row in of_sizes if row)
         lines.append(
-            f"| {KERNELS[kernel, flash]} | {'causal' if causal else 'full'}, {heads_of(of_sizes[0])} | "
-            f"{' | '.join(cells)} | {of_sizes[0]['gpu']}, {of_sizes[0]['torch']}, {of_sizes[0]['commit']} |"
+            f"| {KERNELS[kernel, flash]} | {'causal' if causal else 'full'}, {heads_of(some)} | "
+            f"{' | '.join(cells)} | {some['gpu']}, {some['torch']}, {some['commit']} |"
         )
     return lines
 

@@ -2,7 +2,7 @@
 
 The ring tax is W x (time of the slowest rank) / (time of one whole attention by the fastest kernel). Each rank is timed
 alone: what other ranks would send is handed over by reference, or copied on a stream of its own as a receive would be.
-It is measured in two manners (bench_timing.py): each call alone, and W calls of a rank in a row against the whole.
+It is measured in two manners (bench_timing.py): each call alone, and calls of a rank in a row against the whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from burst_attention.api import burst_attention, plan
-from burst_attention.bench_timing import Call, busy_medians_ms, host_ms, median_ms
+from burst_attention.bench_timing import MOST_IN_A_ROW, Call, busy_medians_ms, host_ms, median_ms
 from burst_attention.engine import RowBuffer
 from burst_attention.geometry import Piece, full_piece
 from burst_attention.layout import Layout
@@ -301,8 +301,10 @@ def _times_of_ranks(case: TaxCase, calls: dict[int, dict[str, Call]], whole: Who
         slowest = max(alone.values())
         found[f"{phase}_ms"] = round(slowest, 4)
         found[f"{phase}_tax"] = round(case.ranks * slowest / whole.fastest(phase), 4)
-        found[f"{phase}_host_ms"] = max(host_ms(call, min(repeat, HOST_REPEAT)) for call in of_ranks.values())
-        in_turns: dict[int | str, tuple[Call, int]] = {rank: (call, case.ranks) for rank, call in of_ranks.items()}
+        host = max(host_ms(call, min(repeat, HOST_REPEAT)) for call in of_ranks.values())
+        found[f"{phase}_host_ms"] = round(host, 4)
+        times = min(case.ranks, MOST_IN_A_ROW)
+        in_turns: dict[int | str, tuple[Call, int]] = {rank: (call, times) for rank, call in of_ranks.items()}
         in_turns |= {name: (call, 1) for name, call in whole.fast_ones(phase).items()}
         busy = busy_medians_ms(in_turns, repeat)
         slowest = max(busy[rank] for rank in of_ranks)

@@ -28,7 +28,11 @@ PAUSE_CYCLES = 20_000_000
 PAUSES = (1, 4, 16)
 """Times so many cycles, until everything is enqueued before the device is through with them."""
 BUSY_MS = 20.0
-"""At least; as much as it takes the host to enqueue, where that is more."""
+"""Of products at least; as much as it takes the host to enqueue, where that is more."""
+LONGER_HEADS = 4
+"""Times that, where it was not enough."""
+MOST_IN_A_ROW = 8
+"""Calls: a driver takes some thousand launches before it lets the host wait."""
 PRODUCT_ROWS = 8192
 
 Call = Callable[[], Any]
@@ -60,21 +64,31 @@ def pause(cycles: int) -> None:
 
 
 def busy_medians_ms(calls: Mapping[Key, tuple[Call, int]], repeat: int) -> dict[Key, float]:
-    """Median milliseconds of a call on a busy chip; of each so many in a row, and all of them in turns."""
-    heads: dict[Key, float] = {}
-    found: dict[Key, list[float]] = {}
-    for key, (run, times) in calls.items():
+    """Median milliseconds of a call on a busy chip; of each so many in a row, and all of them in turns.
+
+    All come after the same products. What the device was through with before all was enqueued does not count, unless
+    that is everything.
+    """
+    head = BUSY_MS
+    for run, times in calls.values():
         run()
-        heads[key] = max(BUSY_MS, 1.3 * times * host_ms(run, 1))
+        head = max(head, 1.3 * times * host_ms(run, 1))
+    longest_head = LONGER_HEADS * head
+    found: dict[Key, list[tuple[bool, float]]] = {key: [] for key in calls}
     turns = 0
     while turns < repeat:
         for key, (run, times) in calls.items():
-            milliseconds, ahead = _timed(run, times, functools.partial(make_products, heads[key]))
-            heads[key] *= 1 if ahead else 2
-            found.setdefault(key, []).append(milliseconds / times)
-        longest = max(times * found[key][-1] for key, (_, times) in calls.items())
+            milliseconds, ahead = _timed(run, times, functools.partial(make_products, head))
+            head = head if ahead else min(2 * head, longest_head)
+            found[key].append((ahead, milliseconds / times))
+        longest = max(times * found[key][-1][1] for key, (_, times) in calls.items())
         turns += 1 if longest < LONG_MS else math.ceil(repeat / 2)
-    return {key: statistics.median(times) for key, times in found.items()}
+    return {key: _median_of_those_ahead(timed) for key, timed in found.items()}
+
+
+def _median_of_those_ahead(timed: list[tuple[bool, float]]) -> float:
+    best = any(ahead for ahead, _ in timed)
+    return statistics.median(milliseconds for ahead, milliseconds in timed if ahead == best)
 
 
 def _timed(run: Call, times: int, before: Call) -> tuple[float, bool]:

@@ -81,6 +81,8 @@ class RankSetup:
     leaves_room: bool
     last_halves: tuple[Heads, Heads] | None
     """Of the last visitors, where what they leave is ended beside them."""
+    last_partials: int
+    """That the last round leaves for a head."""
 
 
 def setup_of(plan: PhasePlan, rank: int, kernel: TileKernel, scale: float, device: torch.device) -> RankSetup:
@@ -110,6 +112,7 @@ def _make_setup(plan: PhasePlan, rank: int, kernel: TileKernel, scale: float) ->
         in_parts=apart and all(kernel.gives_parts(plan, step, scale) for step in steps),
         leaves_room=all(kernel.leaves_room(plan, step, scale) for step in steps),
         last_halves=plan.last_halves(rank, kernel, scale) if apart else None,
+        last_partials=kernel.partials(plan, steps[-1], scale) if steps else 0,
     )
 
 
@@ -213,7 +216,7 @@ class PhaseRun:
         """Post a round's transfers and compute its pieces."""
         step = self.rounds[index]
         if halves := self._last_halves(step):
-            self.work.open_heads(halves[0][1], self.home["q"].dtype, len(step.pieces))
+            self.work.open_heads(halves[0][1], self.home["q"].dtype, self.setup.last_partials)
         # Home's own work, last, hides the way home of results, and what they wait for: it was ready from the first.
         ready = self.first_ready if index and not step.row_count else self.lanes.ready()
         self.lanes.join()

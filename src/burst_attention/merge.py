@@ -24,9 +24,6 @@ from torch import Tensor
 MAX_PARTIALS = 7
 """Partials that wait to be merged at once, whatever the number of ranks."""
 
-PARTIALS_OF_A_PIECE = 2
-"""At most: vendors' kernels take a piece below a diagonal as a rectangle and a triangle."""
-
 MAX_PARTS = 12
 """Parts of a gradient that wait to be added at once, whatever the number of ranks."""
 
@@ -43,13 +40,14 @@ class Partial(NamedTuple):
     head: int = 0
 
     def heads(self, first: int, last: int) -> Partial | None:
-        """What it has of some heads, which are the first from there on."""
-        begin, end = max(first - self.head, 0), min(last - self.head, self.out.shape[1])
-        if begin >= end:
+        """What it has of these heads, which is all or nothing."""
+        begin, end = first - self.head, last - self.head
+        if end <= 0 or begin >= self.out.shape[1]:
             return None
+        assert begin >= 0 and end <= self.out.shape[1], "it has some of these heads"
         all_of_them = end - begin == self.out.shape[1]
         out, lse = (x if all_of_them else x[:, begin:end] for x in (self.out, self.lse))
-        return Partial(self.first, out, lse, self.head + begin - first)
+        return Partial(self.first, out, lse, first)
 
 
 class Part(NamedTuple):

@@ -70,9 +70,9 @@ class ForwardWork:
     def settle_arrived(self) -> None:
         """Nothing waits here either, where states travel."""
 
-    def open_heads(self, count: int, dtype: torch.dtype, pieces: int) -> None:
-        """Make room to end the first heads, so many, before the last pieces of the others, so many in all."""
-        self.kernel.open_heads(self.home, count, dtype, pieces)
+    def open_heads(self, count: int, dtype: torch.dtype, coming: int) -> None:
+        """Make room to end the first heads, so many, before the last pieces of the others; and for what is coming."""
+        self.kernel.open_heads(self.home, count, dtype, coming)
 
     def end_heads(self) -> None:
         """End the heads that this is for, to which no more comes."""
@@ -136,7 +136,7 @@ class BackwardWork:
         for total in self.home.values():
             total.settle_borrowed(self.room)
 
-    def open_heads(self, count: int, dtype: torch.dtype, pieces: int) -> None:
+    def open_heads(self, count: int, dtype: torch.dtype, coming: int) -> None:
         """Gradients of the first heads end beside home's own last work instead: `finish_heads`."""
 
     def end_heads(self) -> None:

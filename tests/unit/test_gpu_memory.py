@@ -66,6 +66,7 @@ def test_the_plan_says_what_is_held(
         (4, {"needs": "v"}),
         (4, {"needs": "", "coalesce": 2}),
         (8, {"needs": "", "coalesce": 2}),
+        (7, {"needs": "", "coalesce": 1}),
         (9, {"needs": "qk", "coalesce": 3}),
         (4, {"head_groups": 2}),
         (8, {"head_groups": 2, "coalesce": 1}),

@@ -108,7 +108,7 @@ def test_everything_is_in_order(
     assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
 
 
-@pytest.mark.parametrize(("ranks", "most"), [(13, 7), (5, 1), (5, 2), (5, 3), (5, 4), (6, 5)])
+@pytest.mark.parametrize(("ranks", "most"), [(13, 7), (5, 1), (5, 2), (5, 3), (5, 4), (6, 5), (4, 1)])
 def test_partials_are_merged_before_some_heads_are_ended(
     monkeypatch: pytest.MonkeyPatch, machine: Machine, ranks: int, most: int
 ) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from burst_attention.geometry import Packed, Piece, Rows, count_rows, join_pieces, moved_rows, row_offset, unite_rows
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask
-from burst_attention.merge import MAX_PARTIALS, MAX_SHARES, PARTIALS_OF_A_PIECE
+from burst_attention.merge import MAX_PARTIALS, MAX_SHARES
 from burst_attention.schedule.bundles import Bundle, Heads, Shapes, make_bundle
 from burst_attention.topology import BETWEEN, DoubleRing
 
@@ -170,6 +170,9 @@ class TileCosts(Protocol):
     def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
         """Whether gradients of a round come as parts in the dtype of the inputs."""
 
+    def partials(self, phase: PhasePlan, step: Round, scale: float) -> int:
+        """How many a round of forward leaves for a head, where it leaves some."""
+
     def leaves_room(self, phase: PhasePlan, step: Round, scale: float) -> bool:
         """Whether on a GPU a round's kernels give up parts of the chip before they end, for passes over memory."""
 
@@ -218,15 +221,15 @@ class PhasePlan:
     def last_halves(self, rank: int, kernel: TileCosts, scale: float) -> tuple[Heads, Heads] | None:
         """Heads of a rank's last visitors in two halves, where out of the first is ended beside the second.
 
-        That is forward by kernels that lay partials aside, and leave room for passes beside them. All of the last
-        visitors may wait: once some heads are ended nothing is merged for all.
+        That is forward by kernels that lay partials aside, and leave room for passes beside them. All partials of the
+        last visitors may wait: once some heads are ended nothing is merged for all.
         """
         steps = [step for step in self.rounds[rank] if step.pieces]
         if self.phase != "forward" or self.results.fields or len(steps) < 2 or not steps[-1].row_count:
             return None
-        if len(steps[-1].pieces) * PARTIALS_OF_A_PIECE > MAX_PARTIALS:
-            return None
         if not all(kernel.gives_parts(self, step, scale) and kernel.leaves_room(self, step, scale) for step in steps):
+            return None
+        if kernel.partials(self, steps[-1], scale) > MAX_PARTIALS:
             return None
         return self.shapes.halves()
 

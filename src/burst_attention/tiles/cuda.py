@@ -55,15 +55,21 @@ class CudaKernel(DeferringKernel):
         """Where our own kernel computes none of the pieces: that one adds to what is there."""
         return "triton" not in self._names(phase, step, scale)
 
+    def partials(self, phase: PhasePlan, step: Round, scale: float) -> int:
+        return sum(map(len, self._chosen(phase, step, scale)))
+
     def leaves_room(self, phase: PhasePlan, step: Round, scale: float) -> bool:
         kernels = (self.vendors.get(name) or self.triton for name in self._names(phase, step, scale))
         return all(kernel.leaves_room(phase, step, scale) for kernel in kernels)
 
     def _names(self, phase: PhasePlan, step: Round, scale: float) -> set[str]:
         """Of those who compute a round's pieces."""
+        return {name for found in self._chosen(phase, step, scale) for name in found.values()}
+
+    def _chosen(self, phase: PhasePlan, step: Round, scale: float) -> list[dict[Piece, str]]:
+        """The parts of each of a round's pieces, and who computes them."""
         dims = phase.shapes.head_dim, phase.shapes.value_dim
-        chosen = (chosen_for(phase.phase, piece, dims, phase.shapes.dtype, None, scale) for piece in step.pieces)
-        return {name for found in chosen for name in found.values()}
+        return [chosen_for(phase.phase, piece, dims, phase.shapes.dtype, None, scale) for piece in step.pieces]
 
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         groups = self._groups("forward", pieces, q, v, scale)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from burst_attention.lanes import hurried
-from burst_attention.merge import MAX_PARTIALS, PARTIALS_OF_A_PIECE, Partial, State
+from burst_attention.merge import MAX_PARTIALS, Partial, State
 from burst_attention.tiles.fused import copy_on_gpu, fused_delta, merge_partials, sum_parts
 from burst_attention.tiles.protocol import TileKernel
 
@@ -25,9 +25,9 @@ class GpuKernel(TileKernel):
     def finish(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return finish_deferred(state, dtype)
 
-    def open_heads(self, state: State, count: int, dtype: torch.dtype, pieces: int) -> None:
+    def open_heads(self, state: State, count: int, dtype: torch.dtype, coming: int) -> None:
         assert state.deferred is not None
-        if len(state.deferred.partials) + pieces * PARTIALS_OF_A_PIECE > MAX_PARTIALS:
+        if len(state.deferred.partials) + coming > MAX_PARTIALS:
             settle(state)
         state.deferred.results, state.deferred.ended = room_for_results(state, dtype), count
 

@@ -350,11 +350,8 @@ class TileKernel(ABC):
         """(out, lse) of a state that has seen all its keys; the state is used up."""
         return finish(state, dtype)
 
-    def open_heads(self, state: State, count: int, dtype: torch.dtype, pieces: int) -> None:
-        """Make room to finish the first heads of a state that defers, before the last pieces of the others.
-
-        Before all of the last pieces, so many: what waits for them must not be merged any more.
-        """
+    def open_heads(self, state: State, count: int, dtype: torch.dtype, coming: int) -> None:
+        """Make room to finish the first heads of a state that defers, and for the last partials that are coming."""
         raise AssertionError(f"kernel {self.name!r} does not defer")
 
     def finish_heads(self, state: State) -> None:
@@ -382,6 +379,10 @@ class TileKernel(ABC):
     def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
         """Whether gradients of a round come as parts in the dtype of the inputs, which are summed and stored once."""
         return False
+
+    def partials(self, phase: PhasePlan, step: Round, scale: float) -> int:
+        """How many a round of forward leaves for a head, where it leaves some."""
+        return len(step.pieces)
 
     def leaves_room(self, phase: PhasePlan, step: Round, scale: float) -> bool:
         """Whether on a GPU a round's kernels give up parts of the chip before they end, for passes over memory."""
