@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from burst_attention.bench_tax import (
+    HOST_REPEAT,
     MAIN_CASES,
     TaxCase,
     case_fields,
@@ -16,7 +17,7 @@ from burst_attention.bench_tax import (
     lone_calls,
     whole_calls,
 )
-from burst_attention.bench_timing import PAUSE_CYCLES, WARM_UPS, median_ms, pause
+from burst_attention.bench_timing import PAUSE_CYCLES, WARM_UPS, host_ms, median_ms, pause
 
 PROFILED = 3
 """Calls under the profiler, of which the mean is taken."""
@@ -56,27 +57,42 @@ def breakdown_rows(repeat: int, cases: Sequence[TaxCase] = MAIN_CASES) -> Iterat
                 yield row | {"phase": phase, "kernel": kernel, "what": "slowest rank", "rank": slowest} | found
 
 
+def driver_calls(events: Iterable[Any]) -> dict[str, tuple[int, int]]:
+    """What a profiled call asked of CUDA on the host, by name: how often, and microseconds. The rest is Python's."""
+    found: dict[str, tuple[int, int]] = {}
+    for event in events:
+        if "CPU" in str(event.device_type) and event.name.startswith("cu") and "Synchronize" not in event.name:
+            count, spent = found.get(event.name, (0, 0))
+            found[event.name] = count + 1, spent + round(event.time_range.end - event.time_range.start)
+    return found
+
+
 def _spent(call: Callable[[], Any], repeat: int, share: int) -> dict[str, Any]:
-    """A call's time by purpose, divided by `share`, its launches, and its time without the profiler."""
-    spent, launches = _time_by_purpose(call, PROFILED)
+    """A call's time by purpose, divided by `share`, its launches, its time without the profiler, and the host's."""
+    spent, launches, asked = _time_by_purpose(call, PROFILED)
     return {
         "microseconds": {kind: round(value / share) for kind, value in spent.items()},
         "launches": launches,
         "unprofiled_us": round(1e3 * median_ms(call, repeat) / share),
+        "host_us": round(1e3 * host_ms(call, HOST_REPEAT)),
+        "driver_calls": asked,
     }
 
 
-def _time_by_purpose(call: Callable[[], Any], repeat: int) -> tuple[dict[str, float], int]:
-    """Microseconds on the device by purpose, with those in which it was idle between kernels, and kernels launched."""
+def _time_by_purpose(call: Callable[[], Any], repeat: int) -> tuple[dict[str, float], int, dict[str, tuple[int, int]]]:
+    """Microseconds on the device by purpose, with those in which it was idle between kernels, and kernels launched; and
+    what the last call asked of CUDA.
+    """
     for _ in range(WARM_UPS):
         call()
     spent: dict[str, float] = {}
-    launches = 0
+    launches, asked = 0, {}
     for _ in range(repeat):
         with torch.profiler.profile() as profile:
             pause(2 * PAUSE_CYCLES)
             call()
             torch.cuda.synchronize()
+        asked = driver_calls(profile.events() or ())
         kernels = sorted(
             (event.time_range.start, event.time_range.end, kind_of(event.name))
             for event in profile.events() or ()
@@ -88,4 +104,4 @@ def _time_by_purpose(call: Callable[[], Any], repeat: int) -> tuple[dict[str, fl
             spent["idle"] = spent.get("idle", 0.0) + max(start - busy_until, 0.0) / repeat
             spent[kind] = spent.get(kind, 0.0) + max(end - max(start, busy_until), 0.0) / repeat
             busy_until = max(busy_until, end)
-    return spent, launches
+    return spent, launches, asked

@@ -6,13 +6,14 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from burst_attention import bench_memory, bench_tax, bench_timing
+from burst_attention import bench_breakdown, bench_memory, bench_tax, bench_timing
 
 ROOT = Path(__file__).parents[2]
 QUEUE = 1024
@@ -86,6 +87,19 @@ def test_a_host_that_is_never_ahead_ends_all_the_same(clocks: Clocks) -> None:
     run = clocks.call(400, 4.0, 8.0)
     assert bench_timing.busy_medians_ms({"rank": (run, 8)}, 12)["rank"] >= 4.0
     assert max(clocks.products) <= bench_timing.LONGER_HEADS * 1.3 * 8 * 8.0 + 1
+
+
+def test_what_is_asked_of_cuda_is_counted_on_the_host() -> None:
+    def event(name: str, device: str, start: float, end: float) -> Any:
+        return SimpleNamespace(
+            name=name, device_type=f"DeviceType.{device}", time_range=SimpleNamespace(start=start, end=end)
+        )
+
+    events = [event("cudaLaunchKernel", "CPU", 0.0, 4.6), event("cudaLaunchKernel", "CPU", 10.0, 13.0)]
+    events += [event("cudnn_attention", "CUDA", 0.0, 9.0), event("aten::empty", "CPU", 0.0, 9.0)]
+    events += [event("cudaStreamWaitEvent", "CPU", 5.0, 6.0), event("cudaDeviceSynchronize", "CPU", 20.0, 90.0)]
+    asked = bench_breakdown.driver_calls(events)
+    assert asked == {"cudaLaunchKernel": (2, 8), "cudaStreamWaitEvent": (1, 1)}
 
 
 @pytest.fixture
