@@ -88,6 +88,8 @@ forward, 1, 3 or 5 in backward, where W is 8."""
 GRID_RANKS = (1, 2, 4, 7, 15, 0)
 """Of the grid, for time: those that were slowest in the main cases, and both ends."""
 HOST_REPEAT = 5
+BUSY_REPEAT = 5
+"""Of a rank's calls in a row, which are many already."""
 NEARLY = 1.1
 """Times the fastest of all: who else may be that on a busy chip."""
 
@@ -306,7 +308,7 @@ def _times_of_ranks(case: TaxCase, calls: dict[int, dict[str, Call]], whole: Who
         times = min(case.ranks, MOST_IN_A_ROW)
         in_turns: dict[int | str, tuple[Call, int]] = {rank: (call, times) for rank, call in of_ranks.items()}
         in_turns |= {name: (call, 1) for name, call in whole.fast_ones(phase).items()}
-        busy = busy_medians_ms(in_turns, repeat)
+        busy = busy_medians_ms(in_turns, min(repeat, BUSY_REPEAT))
         slowest = max(busy[rank] for rank in of_ranks)
         fastest = min(ms for name, ms in busy.items() if name not in of_ranks)
         found[f"busy_{phase}_ms"] = round(slowest, 4)
