@@ -69,7 +69,7 @@ def test_kernels_equal_their_twin(dtype: torch.dtype, name: str, dim: int, value
 @pytest.mark.parametrize(("heads", "blocks"), [(1, 99), (2, 99), (4, 1), (99, 1)])
 def test_heads_take_turns_in_any_number_of_launches(monkeypatch: pytest.MonkeyPatch, heads: int, blocks: int) -> None:
     """Of 8 heads forward, and 4 key heads: one by one, in groups, all at once; with a launch for each block."""
-    head_bytes = 70 * 32 * 4 // 2
+    head_bytes = 70 * 32 * 4
     monkeypatch.setattr(block_tables, "UNEVEN", 2.0)
     monkeypatch.setattr(block_tables, "INTERPRETED", heads * head_bytes)
     monkeypatch.setattr(block_tables, "MOST_BLOCKS", blocks)

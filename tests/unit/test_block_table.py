@@ -108,19 +108,30 @@ def test_heads_take_turns_where_blocks_differ(
         assert found == [(group + head, step) for group, step, head in groups]
 
 
-@pytest.mark.parametrize(("rows", "heads", "share"), [(4096, 16, 65), (8192, 32, 505)])
-def test_no_core_has_much_more_of_a_triangle_than_its_share(rows: int, heads: int, share: int) -> None:
-    """A share is 64 and 504.2 blocks of 128 x 128; head by head one would have 82 and 534."""
-    table = block_table((Piece(0, rows, 0, rows, 0, rows),), False, 128, 128, torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("rows", "heads", "group", "one_by_one", "most"),
+    [(4096, 16, 1, 82, 64), (8192, 32, 1, 534, 505), (8192, 8, 4, 624, 508), (4096, 8, 4, 204, 128)],
+)
+def test_no_core_has_much_more_of_a_triangle_than_its_share(
+    monkeypatch: pytest.MonkeyPatch, rows: int, heads: int, group: int, one_by_one: int, most: int
+) -> None:
+    """Blocks of 128 x 128 on 132 cores, backward in 16 bits: a share is 64, 504.2 twice, and 128."""
+    table = block_table((Piece(0, rows, 0, rows, 0, rows),), True, 128, 128, torch.device("cpu"))
+    walked = (torch.empty(1, heads * group, rows, 512, dtype=torch.bfloat16, device="meta"),)
+    assert slowest_core(begun(table, heads, walked), group) == most
+    assert slowest_core(begun(table._replace(uneven=False), heads, walked), group) == one_by_one
+
+
+def slowest_core(programs: list[tuple[int, int]], group: int) -> int:
     busy = [0] * 132
-    for _, steps in begun(table, heads, (torch.empty(1, heads, rows, 256, dtype=torch.bfloat16, device="meta"),)):
-        heapq.heappush(busy, heapq.heappop(busy) + steps // 128)
-    assert max(busy) == share
+    for _, steps in programs:
+        heapq.heappush(busy, heapq.heappop(busy) + steps // 128 * group)
+    return max(busy)
 
 
 def test_blocks_that_are_alike_go_head_by_head() -> None:
     """The order in which full pieces were measured, and windows, of which few blocks are lighter."""
     for piece in (full_piece(0, 64, 0, 64), Piece(0, 256, 0, 256, 0, 64)):
         table = block_table((piece,), False, 16, 16, torch.device("cpu"))
-        ((grid, _),) = table.launches(6, (torch.zeros(6),))
+        ((grid, _),) = table.launches(6, (torch.zeros(1, 6, 64, 16),))
         assert grid == (1, piece.q_count // 16, 6)

@@ -43,7 +43,8 @@ class BlockTable(NamedTuple):
 
         A chip begins programs in order. Head by head the last head's heaviest block begins when all others are nearly
         done; where heads take turns at their blocks, the lightest of all are last. What blocks of these heads walk
-        over is to fit the cache. Three heads of three blocks on four cores, a digit for each step:
+        over, tensors (B, heads, rows, D), is to fit the cache. Three heads of three blocks on four cores, a digit for
+        each step:
 
             head by head    000222    in turns    00022
                             00122                 11102
@@ -52,8 +53,9 @@ class BlockTable(NamedTuple):
         """
         together = 1
         if self.uneven:
-            head_bytes = sum(x.numel() * x.element_size() for x in walked) // pairs
-            most = min(_cache_bytes(self.blocks.device) // max(head_bytes, 1), pairs)
+            # Heads of a group are walked over one after the other, or together: one is enough to count.
+            head_bytes = sum(x.shape[2] * x.shape[3] * x.element_size() for x in walked)
+            most = min(_cache_bytes(self.blocks.device) // head_bytes, pairs)
             together = max((count for count in range(1, most + 1) if pairs % count == 0), default=1)
         parts = (self.blocks,) if len(self.blocks) <= MOST_BLOCKS else torch.split(self.blocks, MOST_BLOCKS)
         for blocks in parts:
