@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,16 @@ def test_heads_take_turns_in_any_number_of_launches(monkeypatch: pytest.MonkeyPa
     kept = block_tables.block_table, block_tables._cache_bytes
     for function in kept:
         function.cache_clear()
+    launches, grids = block_tables.BlockTable.launches, set()
+
+    def noted(table: block_tables.BlockTable, pairs: int, walked: Any) -> Any:
+        for grid, lines in launches(table, pairs, walked):
+            grids.add((pairs, grid[0]))
+            yield grid, lines
+
+    monkeypatch.setattr(block_tables.BlockTable, "launches", noted)
     require_twins_agree(torch.float32, "causal", 16, 16, 0.3)
+    assert grids == {(8, min(heads, 8)), (4, min(heads, 4))}
     for function in kept:
         function.cache_clear()
 

@@ -145,3 +145,30 @@ def test_our_kernels_compile_for_amd(monkeypatch: pytest.MonkeyPatch, chip: str,
     for launched in (forward_kernel, key_gradients_kernel, query_gradients_kernel):
         (made,) = compiled(launched, chip)
         assert made.metadata.shared <= AMD_ROOM
+
+
+class Grids(list[tuple[int, ...]]):
+    """A kernel that notes the grids that it is launched with."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.append(grid)
+        return lambda *arguments, **options: None
+
+
+def test_how_many_heads_take_turns_at_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as have what they walk over in the cache: k and v forward; q, dout and fp32 sums of dq backward."""
+    from burst_attention.tiles import block_table, hopper, hopper_backward, hopper_forward
+
+    count, dim = 1024, 128
+    q, k, v, dout = (torch.zeros(1, 8, count, dim, dtype=torch.bfloat16) for _ in range(4))
+    statistics, piece = torch.zeros(1, 8, count), Piece(0, count, 0, count, 0, count)
+    state = State(torch.zeros(1, 8, count, dim), statistics, statistics)
+    begun = Grids()
+    monkeypatch.setattr(hopper_forward, "hopper_forward_kernel", begun)
+    monkeypatch.setattr(hopper_backward, "hopper_backward_kernel", begun)
+    monkeypatch.setattr(block_table, "_cache_bytes", lambda device: 4 * count * (2 * dim) * 2)
+    hopper.launch_hopper_forward((piece,), q, k, v, state, 0.1)
+    monkeypatch.setattr(block_table, "_cache_bytes", lambda device: 4 * count * (2 * dim * 2 + dim * 4))
+    x = BackwardInputs(dout, q, k, v, statistics, statistics, None)
+    hopper.launch_hopper_backward((piece,), x, tuple(torch.zeros(x.shape) for x in (q, k, v)), 0.1)
+    assert begun == [(4, count // 128, 2)] * 2

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from burst_attention import causal, plan
+from burst_attention.geometry import Piece, full_piece
 from burst_attention.tiles.pick import TileRequest, pick_kernel
 from burst_attention.tiles.policy import Case, capability_of, choose
 
@@ -122,3 +125,16 @@ def test_without_a_gpu_what_is_planned_for_is_refused_alike(monkeypatch: pytest.
     monkeypatch.setattr("burst_attention.tiles.pick.PLANNED_FOR", ((10, 0), "FA4"))
     with pytest.raises(ValueError, match="it has no head dims 192 and 192"):
         pick_kernel("cudnn", TileRequest("cuda", torch.bfloat16, 192, 192))
+
+
+def test_a_piece_below_a_diagonal_leaves_two_partials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rectangle and a triangle: what has to have room to wait is more than pieces."""
+    pytest.importorskip("triton", reason="vendors' kernels need it")
+    from burst_attention.tiles.cuda import CudaKernel
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    pieces = Piece(0, 4096, 0, 6144, -2048, 4096), full_piece(0, 4096, 6144, 2048)
+    made = plan(8192, 2, mask=causal(), device="cuda", heads=8, head_dim=128, dtype=torch.bfloat16)
+    step = SimpleNamespace(pieces=pieces)
+    assert CudaKernel().gives_parts(made.forward, step, 1.0)  # type: ignore[arg-type]
+    assert CudaKernel().partials(made.forward, step, 1.0) == 3  # type: ignore[arg-type]
