@@ -24,7 +24,8 @@ GOALS = {("forward", 8192): 1.00, ("backward", 8192): 1.02, ("forward", 4096): 1
 def gpu_goals_table() -> list[str]:
     found = {}
     for row in of_suite("gpu-tax"):
-        if row["ranks"] == 8 and row["coalesce"] == 2 and not row["copies"] and "results" not in row:
+        plain = not row["copies"] and "results" not in row
+        if row["ranks"] == 8 and row["causal"] and row["coalesce"] == 2 and plain:
             found[row["tokens_per_rank"], row["kv_heads"], KERNELS[row["kernel"], row["flash"]]] = row
     rows = {key: (found[*key, "FA4"], found[*key, "cuDNN"]) for key in itertools.product((8192, 4096), (32, 8))}
     fa4, cudnn = (_manners(row[index] for row in rows.values()) for index in (0, 1))
@@ -94,7 +95,7 @@ def gpu_memory_table() -> list[str]:
     keys = ("ranks", "kv_heads", "causal", "kernel", "flash")
     rows = latest([row for row in of_suite("gpu-memory") if "shard_gib" in row], *keys)
     if not rows:
-        return ["No row has this yet."]
+        return ["No row has this in shards yet."]
     found = {tuple(row[key] for key in keys): row for row in rows}
     for kernel, flash, kv_heads, causal in dict.fromkeys(
         (row["kernel"], row["flash"], row["kv_heads"], row["causal"]) for row in rows

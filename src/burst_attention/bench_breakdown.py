@@ -57,18 +57,25 @@ def breakdown_rows(repeat: int, cases: Sequence[TaxCase] = MAIN_CASES) -> Iterat
                 yield row | {"phase": phase, "kernel": kernel, "what": "slowest rank", "rank": slowest} | found
 
 
-def driver_calls(events: Iterable[Any]) -> dict[str, tuple[int, int]]:
-    """What a profiled call asked of CUDA on the host, by name: how often, and microseconds. The rest is Python's."""
-    found: dict[str, tuple[int, int]] = {}
-    for event in events:
-        if "CPU" in str(event.device_type) and event.name.startswith("cu") and "Synchronize" not in event.name:
-            count, spent = found.get(event.name, (0, 0))
-            found[event.name] = count + 1, spent + round(event.time_range.end - event.time_range.start)
-    return found
+CALL = "the call that is profiled"
+DriverCalls = dict[str, tuple[int, float]]
+"""By name, how often, and microseconds."""
+
+
+def driver_calls(events: Iterable[Any]) -> DriverCalls:
+    """What a profiled call asked of CUDA on the host. The rest is Python's."""
+    on_host = [event for event in events if "CPU" in str(event.device_type)]
+    whole = next(event.time_range for event in on_host if event.name == CALL)
+    found: DriverCalls = {}
+    for event in on_host:
+        if event.name.startswith("cu") and whole.start <= event.time_range.start <= whole.end:
+            count, spent = found.get(event.name, (0, 0.0))
+            found[event.name] = count + 1, spent + event.time_range.end - event.time_range.start
+    return {name: (count, round(spent, 1)) for name, (count, spent) in found.items()}
 
 
 def _spent(call: Callable[[], Any], repeat: int, share: int) -> dict[str, Any]:
-    """A call's time by purpose, divided by `share`, its launches, its time without the profiler, and the host's."""
+    """A call's time by purpose, and without the profiler, divided by `share`; launches and the host's are of all."""
     spent, launches, asked = _time_by_purpose(call, PROFILED)
     return {
         "microseconds": {kind: round(value / share) for kind, value in spent.items()},
@@ -79,10 +86,8 @@ def _spent(call: Callable[[], Any], repeat: int, share: int) -> dict[str, Any]:
     }
 
 
-def _time_by_purpose(call: Callable[[], Any], repeat: int) -> tuple[dict[str, float], int, dict[str, tuple[int, int]]]:
-    """Microseconds on the device by purpose, with those in which it was idle between kernels, and kernels launched; and
-    what the last call asked of CUDA.
-    """
+def _time_by_purpose(call: Callable[[], Any], repeat: int) -> tuple[dict[str, float], int, DriverCalls]:
+    """Microseconds on the device by purpose, and idle between kernels; launches; what the last call asked of CUDA."""
     for _ in range(WARM_UPS):
         call()
     spent: dict[str, float] = {}
@@ -90,13 +95,14 @@ def _time_by_purpose(call: Callable[[], Any], repeat: int) -> tuple[dict[str, fl
     for _ in range(repeat):
         with torch.profiler.profile() as profile:
             pause(2 * PAUSE_CYCLES)
-            call()
+            with torch.profiler.record_function(CALL):
+                call()
             torch.cuda.synchronize()
         asked = driver_calls(profile.events() or ())
         kernels = sorted(
             (event.time_range.start, event.time_range.end, kind_of(event.name))
             for event in profile.events() or ()
-            if "CUDA" in str(event.device_type)
+            if "CUDA" in str(event.device_type) and event.name != CALL
         )
         kernels = [kernel for kernel in kernels if kernel[2] != "bench"]
         busy_until, launches = kernels[0][0], len(kernels)

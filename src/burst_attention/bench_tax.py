@@ -313,6 +313,7 @@ def _times_of_ranks(case: TaxCase, calls: dict[int, dict[str, Call]], whole: Who
         fastest = min(ms for name, ms in busy.items() if name not in of_ranks)
         found[f"busy_{phase}_ms"] = round(slowest, 4)
         found |= {f"busy_whole_{name}_{phase}_ms": round(ms, 4) for name, ms in busy.items() if name not in of_ranks}
+        found["busy_repeat"] = min(repeat, BUSY_REPEAT)
         found[f"busy_{phase}_tax"] = round(case.ranks * slowest / fastest, 4)
     return found
 

@@ -29,8 +29,8 @@ PAUSES = (1, 4, 16)
 """Times so many cycles, until everything is enqueued before the device is through with them."""
 BUSY_MS = 20.0
 """Of products at least; as much as it takes the host to enqueue, where that is more."""
-LONGER_HEADS = 4
-"""Times that, where it was not enough."""
+LONGER_HEADS = 2
+"""Times that they are doubled, where they were not enough."""
 MOST_IN_A_ROW = 8
 """Calls: a driver takes some thousand launches before it lets the host wait."""
 PRODUCT_ROWS = 8192
@@ -66,29 +66,31 @@ def pause(cycles: int) -> None:
 def busy_medians_ms(calls: Mapping[Key, tuple[Call, int]], repeat: int) -> dict[Key, float]:
     """Median milliseconds of a call on a busy chip; of each so many in a row, and all of them in turns.
 
-    All come after the same products. What the device was through with before all was enqueued does not count, unless
-    that is everything.
+    All come after the same products, which are more where the device was through with them before all was enqueued.
     """
     head = BUSY_MS
     for run, times in calls.values():
         run()
         head = max(head, 1.3 * times * host_ms(run, 1))
-    longest_head = LONGER_HEADS * head
-    found: dict[Key, list[tuple[bool, float]]] = {key: [] for key in calls}
+    for _ in range(LONGER_HEADS):
+        if all(ahead for _, ahead in _one_turn(calls, head).values()):
+            break
+        head *= 2
+    found: dict[Key, list[float]] = {key: [] for key in calls}
     turns = 0
     while turns < repeat:
-        for key, (run, times) in calls.items():
-            milliseconds, ahead = _timed(run, times, functools.partial(make_products, head))
-            head = head if ahead else min(2 * head, longest_head)
-            found[key].append((ahead, milliseconds / times))
-        longest = max(times * found[key][-1][1] for key, (_, times) in calls.items())
+        timed = _one_turn(calls, head)
+        for key, (milliseconds, _) in timed.items():
+            found[key].append(milliseconds / calls[key][1])
+        longest = max(milliseconds for milliseconds, _ in timed.values())
         turns += 1 if longest < LONG_MS else math.ceil(repeat / 2)
-    return {key: _median_of_those_ahead(timed) for key, timed in found.items()}
+    return {key: statistics.median(times) for key, times in found.items()}
 
 
-def _median_of_those_ahead(timed: list[tuple[bool, float]]) -> float:
-    best = any(ahead for ahead, _ in timed)
-    return statistics.median(milliseconds for ahead, milliseconds in timed if ahead == best)
+def _one_turn(calls: Mapping[Key, tuple[Call, int]], head: float) -> dict[Key, tuple[float, bool]]:
+    """(milliseconds of all its calls, whether they were enqueued in time) of each, after so many of products."""
+    before = functools.partial(make_products, head)
+    return {key: _timed(run, times, before) for key, (run, times) in calls.items()}
 
 
 def _timed(run: Call, times: int, before: Call) -> tuple[float, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import triton
 
 from burst_attention.geometry import Piece
 from burst_attention.merge import MAX_PARTS, Part, Partial, State
-from burst_attention.tiles import Accumulator, BackwardInputs, Gradients, fused, triton_kernel
+from burst_attention.tiles import Accumulator, BackwardInputs, Gradients, block_table, fused, hopper, triton_kernel
 from burst_attention.tiles.triton_backward import key_gradients_kernel, query_gradients_kernel
 from burst_attention.tiles.triton_forward import forward_kernel
 from tests.unit.test_offline_compile import spilled
@@ -147,28 +148,52 @@ def test_our_kernels_compile_for_amd(monkeypatch: pytest.MonkeyPatch, chip: str,
         assert made.metadata.shared <= AMD_ROOM
 
 
-class Grids(list[tuple[int, ...]]):
-    """A kernel that notes the grids that it is launched with."""
-
-    def __getitem__(self, grid: Any) -> Any:
-        self.append(grid)
-        return lambda *arguments, **options: None
+HOPPER = {"forward": "hopper_forward", "backward": "hopper_backward"}
 
 
-def test_how_many_heads_take_turns_at_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as have what they walk over in the cache: k and v forward; q, dout and fp32 sums of dq backward."""
-    from burst_attention.tiles import block_table, hopper, hopper_backward, hopper_forward
+@pytest.mark.parametrize("chip", [90], indirect=True)
+@pytest.mark.parametrize("phase", HOPPER)
+def test_hopper_kernels_get_what_they_ask_for(monkeypatch: pytest.MonkeyPatch, chip: int, phase: str) -> None:
+    """By name; as many heads take turns as have what they walk over in the cache; two launches share a compilation."""
+    count, dim, heads = 1024, 128, 8
+    module = importlib.import_module(f"burst_attention.tiles.{HOPPER[phase]}")
+    kernel = getattr(module, f"{HOPPER[phase]}_kernel")
+    given: list[tuple[tuple[int, ...], dict[str, Any]]] = []
 
-    count, dim = 1024, 128
-    q, k, v, dout = (torch.zeros(1, 8, count, dim, dtype=torch.bfloat16) for _ in range(4))
-    statistics, piece = torch.zeros(1, 8, count), Piece(0, count, 0, count, 0, count)
-    state = State(torch.zeros(1, 8, count, dim), statistics, statistics)
-    begun = Grids()
-    monkeypatch.setattr(hopper_forward, "hopper_forward_kernel", begun)
-    monkeypatch.setattr(hopper_backward, "hopper_backward_kernel", begun)
-    monkeypatch.setattr(block_table, "_cache_bytes", lambda device: 4 * count * (2 * dim) * 2)
-    hopper.launch_hopper_forward((piece,), q, k, v, state, 0.1)
-    monkeypatch.setattr(block_table, "_cache_bytes", lambda device: 4 * count * (2 * dim * 2 + dim * 4))
-    x = BackwardInputs(dout, q, k, v, statistics, statistics, None)
-    hopper.launch_hopper_backward((piece,), x, tuple(torch.zeros(x.shape) for x in (q, k, v)), 0.1)
-    assert begun == [(4, count // 128, 2)] * 2
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*arguments: Any, **options: Any) -> None:
+                given.append((grid, dict(zip(kernel.arg_names, arguments, strict=False)) | options))
+                kernel[grid](*arguments, **options)
+
+            return launch
+
+    monkeypatch.setattr(module, f"{HOPPER[phase]}_kernel", Noted())
+    monkeypatch.setattr(block_table, "MOST_BLOCKS", 4)
+    # k and v forward; q, dout and fp32 sums of dq backward.
+    walked = {"forward": 2 * dim * 2, "backward": 2 * dim * 2 + dim * 4}[phase]
+    monkeypatch.setattr(block_table, "_cache_bytes", lambda device: 4 * count * walked)
+    q, k, v, dout = (torch.zeros(1, count, heads, dim, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
+    statistics, piece = torch.zeros(1, heads, count), Piece(0, count, 0, count, 0, count)
+    sums = [torch.zeros(1, heads, count, dim) for _ in range(3)]
+    if phase == "forward":
+        state = State(sums[0], statistics, statistics)
+        hopper.launch_hopper_forward((piece,), q, k, v, state, 0.1)
+        strides = {"acc": sums[0], "peak": statistics, "out": sums[0], "lse": statistics}
+        counts = {"heads": heads, "groups": 1, "q_rows": count}
+    else:
+        x = BackwardInputs(dout, q, k, v, statistics, statistics, None)
+        hopper.launch_hopper_backward((piece,), x, (sums[0], sums[1], sums[2]), 0.1)
+        strides = {"lse": statistics, "delta": statistics, "dk": sums[1], "dv": sums[2]}
+        counts = {"kv_heads": heads, "groups": 1, "k_rows": count}
+    table = block_table.block_table(
+        (piece,), phase == "backward", 128, {"forward": 128, "backward": 64}[phase], q.device
+    )
+    assert [grid for grid, _ in given] == [(4, 4, 2), (4, 4, 2)]
+    assert torch.equal(torch.cat([named["blocks_ptr"] for _, named in given]), table.blocks)
+    for _, named in given:
+        assert named["entries_ptr"] is table.entries and named["scale"] == 0.1
+        assert {name: named[name] for name in counts} == counts
+        for name, tensor in strides.items():
+            assert [named[f"{name}_{part}"] for part in ("batch", "head", "row")] == list(tensor.stride()[:3]), name
+    assert len(compiled(kernel, chip)) == 1

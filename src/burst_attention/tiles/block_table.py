@@ -24,8 +24,9 @@ ENTRY_FIELDS = 9
 """some_first, every_first, every_last, some_last, row0, rows, col0, low, high."""
 UNEVEN = 0.75
 """Of the heaviest block's work: where the mean of all is less, heads take turns."""
-MOST_BLOCKS = 65535
-"""Of one launch: a grid's second size may not be larger."""
+MOST_BLOCKS = 65532
+"""Of one launch, and groups of heads: a grid's other sizes than the first are at most 65535. A multiple of 4, for the
+next launch's blocks to be aligned as the first's are."""
 INTERPRETED = 50 * 2**20
 """Bytes of a cache where there is no GPU: that of an H100."""
 
@@ -53,10 +54,13 @@ class BlockTable(NamedTuple):
         """
         together = 1
         if self.uneven:
-            # Heads of a group are walked over one after the other, or together: one is enough to count.
+            # Heads of a group are walked over one after the other, or all walk over the same.
             head_bytes = sum(x.shape[2] * x.shape[3] * x.element_size() for x in walked)
             most = min(_cache_bytes(self.blocks.device) // head_bytes, pairs)
             together = max((count for count in range(1, most + 1) if pairs % count == 0), default=1)
+        if pairs // together > MOST_BLOCKS:
+            fitting = (count for count in range(together, pairs + 1) if pairs // count <= MOST_BLOCKS)
+            together = next(count for count in fitting if pairs % count == 0)
         parts = (self.blocks,) if len(self.blocks) <= MOST_BLOCKS else torch.split(self.blocks, MOST_BLOCKS)
         for blocks in parts:
             yield (together, len(blocks), pairs // together), blocks
