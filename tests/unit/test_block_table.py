@@ -135,3 +135,5 @@ def test_blocks_that_are_alike_go_head_by_head() -> None:
         table = block_table((piece,), False, 16, 16, torch.device("cpu"))
         ((grid, _),) = table.launches(6, (torch.zeros(1, 6, 64, 16),))
         assert grid == (1, piece.q_count // 16, 6)
+        ((grid, _),) = table.launches(70000, (torch.zeros(1, 70000, 1, 1),))
+        assert grid == (2, piece.q_count // 16, 35000), "a grid has no room for so many groups"

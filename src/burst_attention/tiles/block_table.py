@@ -24,9 +24,9 @@ ENTRY_FIELDS = 9
 """some_first, every_first, every_last, some_last, row0, rows, col0, low, high."""
 UNEVEN = 0.75
 """Of the heaviest block's work: where the mean of all is less, heads take turns."""
-MOST_BLOCKS = 65532
-"""Of one launch, and groups of heads: a grid's other sizes than the first are at most 65535. A multiple of 4, for the
-next launch's blocks to be aligned as the first's are."""
+MOST_BLOCKS, MOST_GROUPS = 65532, 65535
+"""Of one launch: what a grid's second and third size may be. A multiple of 4 blocks, for the next launch's to be aligned
+as the first's are."""
 INTERPRETED = 50 * 2**20
 """Bytes of a cache where there is no GPU: that of an H100."""
 
@@ -58,8 +58,8 @@ class BlockTable(NamedTuple):
             head_bytes = sum(x.shape[2] * x.shape[3] * x.element_size() for x in walked)
             most = min(_cache_bytes(self.blocks.device) // head_bytes, pairs)
             together = max((count for count in range(1, most + 1) if pairs % count == 0), default=1)
-        if pairs // together > MOST_BLOCKS:
-            fitting = (count for count in range(together, pairs + 1) if pairs // count <= MOST_BLOCKS)
+        if pairs // together > MOST_GROUPS:
+            fitting = (count for count in range(together, pairs + 1) if pairs // count <= MOST_GROUPS)
             together = next(count for count in fitting if pairs % count == 0)
         parts = (self.blocks,) if len(self.blocks) <= MOST_BLOCKS else torch.split(self.blocks, MOST_BLOCKS)
         for blocks in parts:
