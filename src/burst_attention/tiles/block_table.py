@@ -25,8 +25,8 @@ ENTRY_FIELDS = 9
 UNEVEN = 0.75
 """Of the heaviest block's work: where the mean of all is less, heads take turns."""
 MOST_BLOCKS, MOST_GROUPS = 65532, 65535
-"""Of one launch: what a grid's second and third size may be. A multiple of 4 blocks, for the next launch's to be aligned
-as the first's are."""
+"""Of one launch: a grid's second and third size may be 65535. A multiple of 4 blocks, so that those of the next launch
+are aligned as the first's are."""
 INTERPRETED = 50 * 2**20
 """Bytes of a cache where there is no GPU: that of an H100."""
 
