@@ -328,13 +328,8 @@ def _compile(config: Any, causal: bool, arguments: tuple[Any, ...]) -> Callable[
 def _longest_first() -> Iterator[None]:
     """Kernels compiled in here begin those blocks of a triangle first that take longest, of several heads together.
 
-    The package does so where sums have a fixed order. Elsewhere it goes head by head, and the last head's longest block
-    begins when all others are nearly done. Heads 0, 1, 2 of three blocks on four cores, a digit for each step:
-
-        head by head    000222    longest first    00022
-                        00122                      11102
-                        0112                       2221
-                        111                        0011
+    The package does so where sums have a fixed order, and elsewhere goes head by head; why that is slower stands in
+    `BlockTable.launches`, which orders our own kernels' blocks.
     """
     from flash_attn.cute import flash_bwd_sm90 as package
 
