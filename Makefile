@@ -1,7 +1,15 @@
 # `make train` and `make test` each work alone on a fresh machine with Python 3.11 or newer, and so does `make demo`.
 
 PYTHON ?= python3
+# Another torch, in an environment of its own, with the triton that it brings: make test TORCH=2.15.0
+TORCH ?=
+ifeq ($(TORCH),)
 VENV ?= .venv
+CONSTRAINTS = constraints.txt
+else
+VENV ?= .venv-torch-$(TORCH)
+CONSTRAINTS = $(VENV)/constraints.txt
+endif
 BIN = $(VENV)/bin
 READY = $(VENV)/ready
 # What training needs, without the tools of the tests: a smaller install.
@@ -57,15 +65,21 @@ soak: $(READY)
 bench: $(READY)
 	$(BIN)/burst bench local
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev]"
 	touch $(READY) $(TRAIN_READY)
 
-$(TRAIN_READY): pyproject.toml constraints.txt
+$(TRAIN_READY): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train]"
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[train]"
 	touch $(TRAIN_READY)
 
+# Without what goes with one torch alone. The interpreter of triton 3.6 cannot do with a newer numpy.
+$(VENV)/constraints.txt: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	grep -v -E '^(torch|triton|numpy|setuptools|cuda-.*)==' constraints.txt > $@
+	printf 'torch==%s\nnumpy<2.4\n' $(TORCH) >> $@
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) .venv-torch-* build dist src/*.egg-info

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from burst_attention.logits.rows import LogitOptions
-from burst_attention.tiles.start import start
+from burst_attention.tiles.start import start_kernel
 
 BLOCK = 4096
 """Columns at a time: sixteen numbers for each thread of eight warps."""
@@ -88,7 +88,7 @@ def gradient_kernel(
 
 def fused_statistics(logits: Tensor, labels: Tensor, options: LogitOptions, out: Tensor) -> None:
     """(4, R) statistics of (R, V) logits in fp32."""
-    start(statistics_kernel[(len(logits),)])(
+    start_kernel(statistics_kernel, (len(logits),))(
         logits, labels, out, logits.stride(0), out.stride(0), logits.shape[1],
         float(options.softcap or 1.0), float(options.temperature),
         BLOCK=BLOCK, CAP=options.softcap is not None, MEAN=options.wants_mean, ENTROPY=options.wants_entropy,
@@ -104,7 +104,7 @@ def fused_gradient(
     dlse, dlabel, dmean, dentropy = dstatistics.contiguous()
     spread = dlse - dlabel - dmean - dentropy * entropy
     columns = logits.shape[1]
-    start(gradient_kernel[(len(logits), triton.cdiv(columns, BLOCK))])(
+    start_kernel(gradient_kernel, (len(logits), triton.cdiv(columns, BLOCK)))(
         logits, labels, lse, spread, dlabel, dmean / columns, dentropy, out, logits.stride(0), out.stride(0), columns,
         float(options.softcap or 1.0), float(options.temperature),
         BLOCK=BLOCK, CAP=options.softcap is not None, ENTROPY=options.wants_entropy, num_warps=8,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from burst_attention.lanes import hurried
 from burst_attention.merge import MAX_PARTIALS, Part, Partial, State
-from burst_attention.tiles.start import start
+from burst_attention.tiles.start import start_kernel
 from burst_attention.tiles.triton_forward import LN_2, LOG2_E
 
 
@@ -131,7 +131,7 @@ def merge_partials(
     assert len(partials) <= MAX_PARTIALS, f"at most {MAX_PARTIALS} partials, got {len(partials)}"
     batch, heads, rows, dim = state.acc.shape
     out, lse = finished or (state.acc, state.peak)
-    start(_merge_kernel[(_blocks(rows, PASS_ROWS), batch * heads)])(
+    start_kernel(_merge_kernel, (_blocks(rows, PASS_ROWS), batch * heads))(
         state.acc, state.peak, state.total, state.acc.stride()[:3], state.peak.stride(),
         tuple(p.out for p in partials), tuple(p.lse for p in partials),
         tuple(p.out.stride()[:3] for p in partials), tuple(p.lse.stride() for p in partials),
@@ -174,7 +174,7 @@ def stand_in_for_out(dout: Tensor, delta: Tensor) -> Tensor:
     """
     out = torch.empty_like(dout)
     batch, heads, rows, dim = dout.shape
-    start(_stand_in_kernel[(_blocks(rows, PASS_ROWS), batch * heads)])(
+    start_kernel(_stand_in_kernel, (_blocks(rows, PASS_ROWS), batch * heads))(
         dout, delta, out, dout.stride()[:3], delta.stride(), out.stride()[:3], heads, rows,
         BLOCK=PASS_ROWS, E=dim, PADDED=_power_of_two(dim),
     )  # fmt: skip
@@ -247,7 +247,7 @@ def sum_parts(
     turns = shape is not None and _blocks(rows, shape.rows) * pairs > shape.programs
     block, warps = (shape.rows, shape.warps) if shape and turns else (PASS_ROWS, PASS_WARPS)
     blocks = _blocks(rows, block)
-    start(_sum_kernel[(shape.programs,) if shape and turns else (blocks, pairs)])(
+    start_kernel(_sum_kernel, (shape.programs,) if shape and turns else (blocks, pairs))(
         target, tensors, target.stride()[:3], tuple(part.stride()[:3] for part in tensors),
         firsts, tuple(part.shape[2] for part in tensors), first_heads, tuple(part.shape[1] for part in tensors),
         out, out.stride()[:3], heads, rows, blocks, pairs,
@@ -300,7 +300,7 @@ def fused_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     delta = torch.empty(batch, heads, rows, dtype=torch.float32, device=out.device)
     extra = delta if dlse is None else dlse
     if rows:
-        start(_delta_kernel[(_blocks(rows, PASS_ROWS), batch * heads)])(
+        start_kernel(_delta_kernel, (_blocks(rows, PASS_ROWS), batch * heads))(
             out, dout, extra, delta, out.stride()[:3], dout.stride()[:3], extra.stride(), delta.stride(), heads, rows,
             BLOCK=PASS_ROWS, E=dim, PADDED=_power_of_two(dim), WITH_LSE=dlse is not None,
         )  # fmt: skip
@@ -344,7 +344,7 @@ def padded_statistics(lse: Tensor, delta: Tensor, padded: int, per_key: int, dim
     results = [torch.empty(shape, dtype=torch.float32, device=lse.device) for _ in range(2)]
     sums = lse.new_empty(*shape[:2], padded * dim, dtype=torch.float32)
     with hurried(lse):
-        start(_statistics_kernel[(_blocks(padded, STATISTICS_ROWS), batch * heads)])(
+        start_kernel(_statistics_kernel, (_blocks(padded, STATISTICS_ROWS), batch * heads))(
             lse, delta, *results, sums, lse.stride(), delta.stride(), heads, per_key, rows, padded,
             BLOCK=STATISTICS_ROWS, D=dim,
         )  # fmt: skip

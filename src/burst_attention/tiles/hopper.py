@@ -16,7 +16,7 @@ from burst_attention.merge import State
 from burst_attention.tiles.block_table import block_table
 from burst_attention.tiles.policy import capability_of
 from burst_attention.tiles.protocol import BackwardInputs
-from burst_attention.tiles.start import start
+from burst_attention.tiles.start import start_kernel
 
 BLOCK_Q = 128
 STAGES = 2
@@ -107,7 +107,7 @@ def launch_hopper_forward(
     table = block_table(pieces, False, BLOCK_Q, block_k, q.device)
     out, lse = finished or (state.acc, state.peak)
     for grid, blocks in table.launches(q.shape[0] * q.shape[1], (k, v)):
-        start(hopper_forward_kernel[grid])(
+        start_kernel(hopper_forward_kernel, grid)(
             _descriptor(q, BLOCK_Q // 2), _descriptor(k, block_k), _descriptor(v, block_k), *state[:3], out, lse,
             blocks, table.entries, *state.acc.stride()[:3], *state.peak.stride(), *out.stride()[:3], *lse.stride(),
             q.shape[1], q.shape[1] // k.shape[1], q.shape[2], scale,
@@ -131,7 +131,7 @@ def launch_hopper_backward(
     dq, dk, dv = gradients
     table = block_table(pieces, True, BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, x.q.device)
     for grid, blocks in table.launches(x.k.shape[0] * x.k.shape[1], (x.q, x.dout, dq)):
-        start(hopper_backward_kernel[grid])(
+        start_kernel(hopper_backward_kernel, grid)(
             _descriptor(x.q, BACKWARD_BLOCK_Q), _descriptor(x.dout, BACKWARD_BLOCK_Q),
             _descriptor(x.k, BACKWARD_BLOCK_K), _descriptor(x.v, BACKWARD_BLOCK_K),
             _descriptor(dq, BACKWARD_BLOCK_Q, dq.shape[3] // 2), x.lse, x.delta, dk, dv, blocks, table.entries,

@@ -15,10 +15,8 @@ not.
 
 from __future__ import annotations
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -27,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from burst_attention.tiles.gluon_names import add_block, load_block
 from burst_attention.tiles.hopper_forward import (
     FIELDS,
     GROUP_ROWS,
@@ -57,8 +56,8 @@ def _load_queries(
     batch, kv_head = pair_of() // kv_heads, pair_of() % kv_heads
     key = gl.load(line) * (2 * GROUP_ROWS)
     mbarrier.expect(kv_full, 2 * k_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, key, 0], kv_full, k_smem)
-    tma.async_copy_global_to_shared(v_desc, [batch, kv_head, key, 0], kv_full, v_smem)
+    load_block(k_desc, [batch, kv_head, key, 0], kv_full, k_smem)
+    load_block(v_desc, [batch, kv_head, key, 0], kv_full, v_smem)
     first, last = gl.load(line + 1), gl.load(line + 2)
     count = 0
     for turn in range(groups * (last - first)):
@@ -74,10 +73,8 @@ def _load_queries(
             delta = gl.load(delta_base + rows.to(gl.int64) * delta_strides[2], mask=rows < some_last, other=0.0)
             mbarrier.wait(q_empty.index(slot), phase ^ 1)
             mbarrier.expect(q_full.index(slot), 2 * q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_desc, [batch, head, start, 0], q_full.index(slot), q_smem.index(slot))
-            tma.async_copy_global_to_shared(
-                dout_desc, [batch, head, start, 0], q_full.index(slot), dout_smem.index(slot)
-            )
+            load_block(q_desc, [batch, head, start, 0], q_full.index(slot), q_smem.index(slot))
+            load_block(dout_desc, [batch, head, start, 0], q_full.index(slot), dout_smem.index(slot))
             # A row without keys has lse = -inf; +inf makes its weights 0 instead of NaN.
             lse_smem.index(slot).store(-gl.where(lse == float("-inf"), float("inf"), lse) / scale)
             delta_smem.index(slot).store(-delta)
@@ -130,23 +127,13 @@ def _publish(dscores, smem, full, PART: gl.constexpr):
     mbarrier.arrive(full)
 
 
-@builtin
-def _async_add(descriptor, coordinates, source, _semantic=None):
-    """Add a block in shared memory to memory, by the copy engine; what `tma.async_copy_shared_to_global` is to copying.
-
-    Gluon's builder has the operation, its language has no name for it yet.
-    """
-    places = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, places, source.handle)
-
-
 @gluon.jit
 def _add_queries(dq_desc, batch, head, row, part, smem, PART: gl.constexpr, D: gl.constexpr):
     """Add to this group's columns of a block of dq; the memory it stands in is free again at the next call."""
     tma.store_wait(0)
     smem.reshape([BLOCK_Q, D // 2]).store(part)
     fence_async_shared()
-    _async_add(dq_desc, [batch, head, row, PART * (D // 2)], smem)
+    add_block(dq_desc, [batch, head, row, PART * (D // 2)], smem)
 
 
 @gluon.jit

@@ -18,12 +18,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from burst_attention.tiles.block_table import ENTRY_FIELDS
+from burst_attention.tiles.gluon_names import load_block
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -65,8 +65,8 @@ def _load_keys(
     batch, head = pair_of() // heads, pair_of() % heads
     row = gl.load(line) * (2 * GROUP_ROWS)
     mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], q_full, q_smem.index(0))
-    tma.async_copy_global_to_shared(q_desc, [batch, head, row + GROUP_ROWS, 0], q_full, q_smem.index(1))
+    load_block(q_desc, [batch, head, row, 0], q_full, q_smem.index(0))
+    load_block(q_desc, [batch, head, row + GROUP_ROWS, 0], q_full, q_smem.index(1))
     kv_head = head // groups
     count = 0
     for index in range(gl.load(line + 1), gl.load(line + 2)):
@@ -75,10 +75,10 @@ def _load_keys(
             slot, phase = turn_of(count, STAGES)
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start, 0], k_full.index(slot), k_smem.index(slot))
+            load_block(k_desc, [batch, kv_head, start, 0], k_full.index(slot), k_smem.index(slot))
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
             mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start, 0], v_full.index(slot), v_smem.index(slot))
+            load_block(v_desc, [batch, kv_head, start, 0], v_full.index(slot), v_smem.index(slot))
             count += 1
 
 

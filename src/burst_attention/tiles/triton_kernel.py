@@ -28,7 +28,7 @@ from burst_attention.tiles.hopper import (
     serves_forward,
 )
 from burst_attention.tiles.protocol import Accumulator, BackwardInputs, Gradients
-from burst_attention.tiles.start import start
+from burst_attention.tiles.start import start_kernel
 from burst_attention.tiles.triton_backward import key_gradients_kernel, query_gradients_kernel
 from burst_attention.tiles.triton_forward import forward_kernel
 
@@ -183,7 +183,7 @@ def launch_forward(
     out, lse = finished or (state.acc, state.peak)
     one_entry = len(table.blocks) == len(table.entries)
     for grid, blocks in table.launches(q.shape[0] * q.shape[1], (k, v)):
-        start(forward_kernel[grid])(
+        start_kernel(forward_kernel, grid)(
             q, k, v, *state[:3], out, lse, blocks, table.entries,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *state.acc.stride()[:3], *state.peak.stride(),
             *out.stride()[:3], *lse.stride(), q.shape[1], q.shape[1] // k.shape[1], q.shape[2], scale,
@@ -211,7 +211,7 @@ def launch_key_gradients(
     assert some is not None
     dk_or_any, dv_or_any = dk if dk is not None else some, dv if dv is not None else some
     for grid, blocks in table.launches(x.k.shape[0] * x.k.shape[1], (x.q, x.dout)):
-        start(key_gradients_kernel[grid])(
+        start_kernel(key_gradients_kernel, grid)(
             x.q, x.k, x.v, x.dout, x.lse, x.delta, dk_or_any, dv_or_any, blocks, table.entries,
             *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *x.dout.stride()[:3], *x.lse.stride(),
             *x.delta.stride(), *dk_or_any.stride()[:3], *dv_or_any.stride()[:3],
@@ -236,7 +236,7 @@ def launch_query_gradients(
     config = config or config_for(query_config, x.q, x.v)
     table = block_table(pieces, False, config.block_q, config.block_k, x.q.device)
     for grid, blocks in table.launches(x.q.shape[0] * x.q.shape[1], (x.k, x.v)):
-        start(query_gradients_kernel[grid])(
+        start_kernel(query_gradients_kernel, grid)(
             x.q, x.k, x.v, x.dout, x.lse, x.delta, dq, blocks, table.entries,
             *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *x.dout.stride()[:3], *x.lse.stride(),
             *x.delta.stride(), *dq.stride()[:3],
