@@ -16,7 +16,7 @@ from burst_attention.ops import forward_op, plan_of, require_served, ring_plans
 from burst_attention.options import TOPOLOGIES, Options, make_options, require_head_degree, resolve_layout
 from burst_attention.ring import Ring
 from burst_attention.schedule import HeadsPlan, Plan, Shapes
-from burst_attention.tiles import TileRequest, lacks_triton, pick_kernel
+from burst_attention.tiles import KERNEL_NAMES, TileRequest, lacks_triton, pick_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PLANNED_DEVICES = ("cpu", "cuda")
@@ -255,7 +255,8 @@ def _require_known(request: TileRequest, kernel: str) -> None:
     device = request.device_type
     if device not in PLANNED_DEVICES:
         raise ValueError(f"device must be one of {', '.join(map(repr, PLANNED_DEVICES))}, got {device!r}")
-    if kernel == "auto" and not torch.cuda.is_available() and lacks_triton(request):
+    written_in_triton = kernel in KERNEL_NAMES and kernel != "plain"
+    if written_in_triton and not torch.cuda.is_available() and lacks_triton(request):
         raise ValueError(
             "device='cuda' is planned for GPUs with triton, and to know what its kernels do takes triton here too: "
             "install burst-attention[triton] (Linux), or plan with kernel='plain' for GPUs without it"

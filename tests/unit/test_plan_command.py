@@ -64,8 +64,11 @@ def test_gpus_are_not_planned_for_without_what_their_kernels_are_written_in(monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("burst_attention.tiles.pick.has_triton", lambda: False)
     shapes: dict[str, Any] = {"heads": 32, "head_dim": 128}
-    with pytest.raises(ValueError, match=r"takes triton here too: install burst-attention\[triton\]"):
-        plan(1024, 4, device="cuda", **shapes)
+    for kernel in ("auto", "triton", "cudnn", "flash"):
+        with pytest.raises(ValueError, match=r"takes triton here too: install burst-attention\[triton\]"):
+            plan(1024, 4, device="cuda", kernel=kernel, **shapes)
+    with pytest.raises(ValueError, match="there is no kernel 'other'"):
+        plan(1024, 4, device="cuda", kernel="other", **shapes)
     for options in ({"kernel": "plain"}, {"dtype": torch.float64}, {"head_dim": 512}):
         assert "kernel plain" in str(plan(1024, 4, device="cuda", **(shapes | options)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -40,7 +40,7 @@ class SequenceParallelMPU:
         """The ring of this rank's sequence, for `burst_attention` and the other integrations."""
         self._alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._sequence = mesh.get_group(mesh.ndim - 1)
-        self._data = self._alone if mesh.ndim == 1 else mesh.get_group(0)
+        self._data: Any = self._alone if mesh.ndim == 1 else mesh.get_group(0)
         self._all = dist.group.WORLD
 
     def get_sequence_parallel_group(self) -> Any:

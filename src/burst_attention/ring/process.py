@@ -67,7 +67,7 @@ class ProcessRing(Ring):
         limit = timedelta(seconds=timeout)
         came = _RollCall(name, self.rank)
         try:
-            self._control = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
+            self._control: Any = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
             self.hosts = _hosts_of(self._control, size, limit)
         except RuntimeError as error:
             reason = came.absent(size) or str(error).splitlines()[0]
