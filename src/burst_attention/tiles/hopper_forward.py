@@ -9,7 +9,8 @@ loads blocks of keys and values (tensor descriptors, a ring of buffers); two gro
     P V of block t              ####          ####      issued behind it, runs
     softmax of t + 1            ------        ------    while the weights are computed
 
-Nothing here runs in Triton's interpreter; tests compare it with the other forward on a GPU.
+Triton's interpreter does not know Gluon. tests/unit/gluon_on_cpu.py runs this file as it is without a GPU, and finds
+whoever reads or writes shared memory too early.
 """
 
 from __future__ import annotations

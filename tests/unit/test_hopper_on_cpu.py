@@ -1,0 +1,134 @@
+"""Our kernels for Hopper on a chip that is not there: the numbers, and that nobody reads or writes too early."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+
+from burst_attention.tiles import block_table as block_tables
+from tests.hopper_tiles import PIECES, check_backward, check_begun_and_ended, check_forward, make_tile
+from tests.unit.gluon_on_cpu import BACKWARD, FORWARD, ORDERS, source_of, use_chip
+from tests.unit.hopper_chip import WrongOrderError
+
+BF16, FP16 = torch.bfloat16, torch.float16
+BATCH = {"documents": 1, "long": 1}
+
+
+@pytest.fixture(autouse=True)
+def tables_of_their_own() -> None:
+    block_tables.block_table.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "value_dim", "packed"),
+    [(BF16, 128, 128, False), (FP16, 64, 64, True), (BF16, 64, 128, True), (FP16, 128, 64, False)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", PIECES)
+def test_forward(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, dim: int, value_dim: int, packed: bool
+) -> None:
+    use_chip(monkeypatch)
+    tile = make_tile(name, dtype, dim, value_dim, 2, packed, "cpu", BATCH.get(name, 2))
+    check_forward(tile)
+    if name == "causal":
+        check_begun_and_ended(tile)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "packed"), [(BF16, 4, False), (FP16, 4, True), (BF16, 2, True), (FP16, 1, False)], ids=str
+)
+@pytest.mark.parametrize("name", PIECES)
+def test_backward(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, kv_heads: int, packed: bool) -> None:
+    use_chip(monkeypatch)
+    check_backward(make_tile(name, dtype, 128, 128, kv_heads, packed, "cpu", BATCH.get(name, 2)))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_groups_of_warps_may_run_in_any_order(monkeypatch: pytest.MonkeyPatch, order: Sequence[int]) -> None:
+    use_chip(monkeypatch, order)
+    tile = make_tile("causal", BF16, 128, 128, 2, False, "cpu", batch=1)
+    check_forward(tile, split=None)
+    check_backward(tile)
+
+
+@pytest.mark.parametrize(("heads", "blocks"), [(1, 9), (2, 9), (4, 1), (8, 9)])
+def test_heads_take_turns_in_any_number_of_launches(monkeypatch: pytest.MonkeyPatch, heads: int, blocks: int) -> None:
+    """Of 8 heads: one by one, in groups, all at once; with a launch for each block."""
+    use_chip(monkeypatch)
+    tile = make_tile("documents", BF16, 128, 128, 4, False, "cpu")
+    monkeypatch.setattr(block_tables, "MOST_BLOCKS", blocks)
+    monkeypatch.setattr(block_tables, "UNEVEN", 2.0)
+    rows, dim = tile.q.shape[2:]
+    for check, row_bytes in ((check_forward, 2 * dim * 2), (check_backward, 2 * dim * 2 + dim * 4)):
+        monkeypatch.setattr(block_tables, "_cache_bytes", lambda device, size=heads * rows * row_bytes: size)
+        check(tile)
+
+
+CHECKS = {FORWARD: partial(check_forward, split=None), BACKWARD: check_backward}
+ORDERING = re.compile(r"\s*(mbarrier\.(wait|arrive|expect)|fence_async_shared|tma\.store_wait)\(")
+
+
+def lines_of(module: str) -> list[str]:
+    return source_of(module).splitlines()
+
+
+def named(module: str, number: int) -> object:
+    return pytest.param(
+        module, number, id=f"{module.rpartition('_')[2]}-{number + 1}-{lines_of(module)[number].strip()}"
+    )
+
+
+def check_edited(
+    monkeypatch: pytest.MonkeyPatch, module: str, change: Callable[[list[str]], None], order: Sequence[int] = ORDERS[0]
+) -> None:
+    """A kernel with some lines changed; enough blocks for every buffer to be used again and again."""
+
+    def edit(name: str, source: str) -> str:
+        lines = source.splitlines()
+        if name == module:
+            change(lines)
+        return "\n".join(lines)
+
+    use_chip(monkeypatch, order, edit)
+    CHECKS[module](make_tile("long", BF16, 128, 128, 2, False, "cpu", batch=1))
+
+
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [named(name, number) for name in CHECKS for number, line in enumerate(lines_of(name)) if ORDERING.match(line)],
+)
+def test_what_keeps_groups_in_order_is_needed(monkeypatch: pytest.MonkeyPatch, module: str, number: int) -> None:
+    def leave_out(lines: list[str]) -> None:
+        lines[number] = re.sub(r"\S.*", "pass", lines[number])
+
+    with pytest.raises((WrongOrderError, AssertionError)):
+        check_edited(monkeypatch, module, leave_out)
+
+
+LATER_ANYWAY = ("mbarrier.arrive(k_empty.index(slot))",)
+"""Before the loading warp comes to these keys' buffer it waits for values that are given back after them."""
+
+
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [
+        named(name, number)
+        for name in CHECKS
+        for number, (before, line) in enumerate(itertools.pairwise(["", *lines_of(name)]))
+        if "mbarrier.arrive(" in line and "mbarrier.arrive(" not in before and line.strip() not in LATER_ANYWAY
+    ],
+)
+def test_nothing_is_handed_over_too_early(monkeypatch: pytest.MonkeyPatch, module: str, number: int) -> None:
+    """Before the line that comes before it: a product that still reads, a store or its fence."""
+
+    def swap(lines: list[str]) -> None:
+        lines[number - 1], lines[number] = lines[number], lines[number - 1]
+
+    with pytest.raises((WrongOrderError, AssertionError)):
+        check_edited(monkeypatch, module, swap)
