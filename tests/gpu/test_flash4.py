@@ -16,7 +16,7 @@ from torch.nn import attention
 
 from burst_attention.geometry import Piece, full_piece
 from burst_attention.tiles import Accumulator, BackwardInputs, Gradients
-from tests.gpu.test_hopper_kernels import ERROR, Tile, relative
+from tests.single_tiles import ERROR, Tile, relative
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")]

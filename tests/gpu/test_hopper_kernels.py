@@ -11,7 +11,15 @@ import torch
 from burst_attention.tiles import BackwardInputs
 from burst_attention.tiles import block_table as block_tables
 from burst_attention.tiles.hopper import serves_backward, serves_forward
-from tests.hopper_tiles import ERROR, PIECES, check_backward, check_begun_and_ended, check_forward, make_tile
+from tests.single_tiles import (
+    ERROR,
+    PIECES,
+    backward_inputs,
+    check_backward,
+    check_begun_and_ended,
+    check_forward,
+    make_tile,
+)
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")]
@@ -22,11 +30,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs a
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
 @pytest.mark.parametrize("name", PIECES)
 def test_forward(name: str, dtype: torch.dtype, dim: int, value_dim: int, packed: bool) -> None:
-    tile = make_tile(name, dtype, dim, value_dim, 2, packed, "cuda")
+    tile = make_tile(name, dtype, dim, value_dim, 2, packed)
     assert serves_forward(tile.q, tile.k, tile.v, tile.scale)
-    check_forward(tile)
+    check_forward(tile, PIECES[name])
     if name == "causal":
-        check_begun_and_ended(tile)
+        check_begun_and_ended(tile, PIECES[name])
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -34,27 +42,27 @@ def test_forward(name: str, dtype: torch.dtype, dim: int, value_dim: int, packed
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
 @pytest.mark.parametrize("name", PIECES)
 def test_backward(name: str, dtype: torch.dtype, kv_heads: int, packed: bool) -> None:
-    tile = make_tile(name, dtype, 128, 128, kv_heads, packed, "cuda")
-    assert serves_backward(tile.backward()[0], tile.scale)
-    check_backward(tile)
+    tile = make_tile(name, dtype, 128, 128, kv_heads, packed)
+    assert serves_backward(backward_inputs(tile), tile.scale)
+    check_backward(tile, PIECES[name])
 
 
 @pytest.mark.parametrize(("heads", "blocks"), [(1, 9), (2, 9), (4, 1), (8, 9)])
 def test_heads_take_turns_in_any_number_of_launches(monkeypatch: pytest.MonkeyPatch, heads: int, blocks: int) -> None:
     """Of 8 heads: one by one, in groups, all at once; with a launch for each block."""
-    tile = make_tile("documents", torch.bfloat16, 128, 128, 4, False, "cuda")
+    tile = make_tile("documents", torch.bfloat16, 128, 128, 4, False)
     monkeypatch.setattr(block_tables, "MOST_BLOCKS", blocks)
     monkeypatch.setattr(block_tables, "UNEVEN", 2.0)
     rows, dim = tile.q.shape[2:]
     block_tables.block_table.cache_clear()
     for check, row_bytes in ((check_forward, 2 * dim * 2), (check_backward, 2 * dim * 2 + dim * 4)):
         monkeypatch.setattr(block_tables, "_cache_bytes", lambda device, size=heads * rows * row_bytes: size)
-        check(tile)
+        check(tile, PIECES["documents"])
     block_tables.block_table.cache_clear()
 
 
 def test_deterministic_algorithms_are_left_to_the_deterministic_kernel() -> None:
-    tile = make_tile("full", torch.bfloat16, 128, 128, 2, False, "cuda")
+    tile = make_tile("full", torch.bfloat16, 128, 128, 2, False)
     rows = torch.zeros(tile.q.shape[:3], device="cuda")
     inputs = BackwardInputs(tile.dout, tile.q, tile.k, tile.v, rows, rows, None)
     torch.use_deterministic_algorithms(True)

@@ -18,7 +18,7 @@ from burst_attention import Layout, Ring, burst_attention, causal, run_ranks
 from burst_attention.exactness import Problem, Sharding
 from burst_attention.reference import allowed_pairs, reference_gradients
 from tests.gpu.test_exactness_on_cuda import judge_on_gpu
-from tests.gpu.test_hopper_kernels import ERROR, PIECES, make_tile, relative
+from tests.single_tiles import ERROR, PIECES, make_tile, relative
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 KERNELS = ("cudnn", "flash FA2", "flash FA3", "flash FA4")

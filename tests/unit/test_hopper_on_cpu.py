@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
 import torch
 
 from burst_attention.tiles import block_table as block_tables
-from tests.hopper_tiles import PIECES, check_backward, check_begun_and_ended, check_forward, make_tile
+from tests.single_tiles import PIECES, check_backward, check_begun_and_ended, check_forward, make_tile
 from tests.unit.gluon_on_cpu import BACKWARD, FORWARD, ORDERS, source_of, use_chip
 from tests.unit.hopper_chip import WrongOrderError
 
@@ -20,7 +20,9 @@ BATCH = {"documents": 1, "long": 1}
 
 
 @pytest.fixture(autouse=True)
-def tables_of_their_own() -> None:
+def tables_of_their_own() -> Iterator[None]:
+    block_tables.block_table.cache_clear()
+    yield
     block_tables.block_table.cache_clear()
 
 
@@ -35,9 +37,9 @@ def test_forward(
 ) -> None:
     use_chip(monkeypatch)
     tile = make_tile(name, dtype, dim, value_dim, 2, packed, "cpu", BATCH.get(name, 2))
-    check_forward(tile)
+    check_forward(tile, PIECES[name])
     if name == "causal":
-        check_begun_and_ended(tile)
+        check_begun_and_ended(tile, PIECES[name])
 
 
 @pytest.mark.parametrize(
@@ -46,15 +48,16 @@ def test_forward(
 @pytest.mark.parametrize("name", PIECES)
 def test_backward(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, kv_heads: int, packed: bool) -> None:
     use_chip(monkeypatch)
-    check_backward(make_tile(name, dtype, 128, 128, kv_heads, packed, "cpu", BATCH.get(name, 2)))
+    tile = make_tile(name, dtype, 128, 128, kv_heads, packed, "cpu", BATCH.get(name, 2))
+    check_backward(tile, PIECES[name])
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_groups_of_warps_may_run_in_any_order(monkeypatch: pytest.MonkeyPatch, order: Sequence[int]) -> None:
     use_chip(monkeypatch, order)
     tile = make_tile("causal", BF16, 128, 128, 2, False, "cpu", batch=1)
-    check_forward(tile, split=None)
-    check_backward(tile)
+    check_forward(tile, PIECES["causal"], split=None)
+    check_backward(tile, PIECES["causal"])
 
 
 @pytest.mark.parametrize(("heads", "blocks"), [(1, 9), (2, 9), (4, 1), (8, 9)])
@@ -67,7 +70,7 @@ def test_heads_take_turns_in_any_number_of_launches(monkeypatch: pytest.MonkeyPa
     rows, dim = tile.q.shape[2:]
     for check, row_bytes in ((check_forward, 2 * dim * 2), (check_backward, 2 * dim * 2 + dim * 4)):
         monkeypatch.setattr(block_tables, "_cache_bytes", lambda device, size=heads * rows * row_bytes: size)
-        check(tile)
+        check(tile, PIECES["documents"])
 
 
 CHECKS = {FORWARD: partial(check_forward, split=None), BACKWARD: check_backward}
@@ -96,7 +99,7 @@ def check_edited(
         return "\n".join(lines)
 
     use_chip(monkeypatch, order, edit)
-    CHECKS[module](make_tile("long", BF16, 128, 128, 2, False, "cpu", batch=1))
+    CHECKS[module](make_tile("long", BF16, 128, 128, 2, False, "cpu", batch=1), PIECES["long"])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Single tiles of every kind for our Hopper kernels, and what fp64 makes of them: on a GPU, or as on one."""
+"""Single tiles of every kind and what fp64 makes of them, for kernels on a GPU, or as on one."""
 
 from __future__ import annotations
 
@@ -32,18 +32,12 @@ ERROR = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 class Tile:
     """Random inputs, and what fp64 makes of them."""
 
-    pieces: tuple[Piece, ...]
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
     allowed: Tensor
     scale: float
-
-    @property
-    def error(self) -> float:
-        """The most that is allowed, relative."""
-        return ERROR[self.q.dtype]
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """out, lse and the weights."""
@@ -54,28 +48,33 @@ class Tile:
         weights = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
         return weights @ v, lse, weights
 
-    def backward(self) -> tuple[BackwardInputs, tuple[Tensor, Tensor, Tensor]]:
-        """What the kernel gets, and (dq, dk, dv)."""
-        out, lse, weights = self.forward()
+    def backward(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """delta, dq, dk, dv."""
+        out, _, weights = self.forward()
         groups = self.q.shape[1] // self.k.shape[1]
         k, v = (x.double().repeat_interleave(groups, 1) for x in (self.k, self.v))
         delta = (out * self.dout.double()).sum(-1)
         dscores = weights * (self.dout.double() @ v.transpose(-1, -2) - delta[..., None]) * self.scale
         dk, dv = dscores.transpose(-1, -2) @ self.q.double(), weights.transpose(-1, -2) @ self.dout.double()
         dk, dv = (x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))  # type: ignore[no-untyped-call]
-        inputs = BackwardInputs(self.dout, self.q, self.k, self.v, lse.float(), delta.float(), None)
-        return inputs, (dscores @ k, dk, dv)
+        return delta, dscores @ k, dk, dv
 
 
 def make_tile(
-    name: str, dtype: torch.dtype, dim: int, value_dim: int, kv_heads: int, packed: bool, device: str, batch: int = 2
+    name: str,
+    dtype: torch.dtype,
+    dim: int,
+    value_dim: int,
+    kv_heads: int,
+    packed: bool,
+    device: str = "cuda",
+    batch: int = 2,
 ) -> Tile:
     """Rows of all heads of a token lie together where `packed`, as in a visiting block."""
     torch.manual_seed(0)
-    pieces = PIECES[name]
     rows = {"documents": 1000, "long": 540}.get(name, 300)
     allowed = torch.zeros(rows, rows, dtype=torch.bool, device=device)
-    for piece in pieces:
+    for piece in PIECES[name]:
         x, y = torch.arange(piece.q_count, device=device)[:, None], torch.arange(piece.k_count, device=device)[None]
         inside = (x - y >= piece.low) & (x - y < piece.high)
         allowed[piece.q_first : piece.q_first + piece.q_count, piece.k_first : piece.k_first + piece.k_count] |= inside
@@ -86,7 +85,7 @@ def make_tile(
         return torch.randn(batch, heads, rows, width, device=device, dtype=dtype)
 
     q, k, v, dout = random(4, dim), random(kv_heads, dim), random(kv_heads, value_dim), random(4, value_dim)
-    return Tile(pieces, q, k, v, dout, allowed, dim**-0.5)
+    return Tile(q, k, v, dout, allowed, dim**-0.5)
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
@@ -102,36 +101,39 @@ def cleared(tile: Tile) -> State:
     return state
 
 
-def check_forward(tile: Tile, split: int | None = 90) -> None:
+def check_forward(tile: Tile, pieces: tuple[Piece, ...], split: int | None = 90) -> None:
     """The keys in two parts, so that the second continues what the first has left."""
     wanted, lse, _ = tile.forward()
     state = cleared(tile)
     for first, last in ((0, split), (split, 1000)) if split else ((0, 1000),):
-        parts = tuple(part for piece in tile.pieces if (part := piece.crop(0, 1000, first, last)))
+        parts = tuple(part for piece in pieces if (part := piece.crop(0, 1000, first, last)))
         if parts:
             launch_hopper_forward(parts, tile.q, tile.k, tile.v, state, tile.scale)
     some = state.total > 0
     assert torch.equal(some, lse.isfinite())
-    assert relative(state.acc / torch.where(some, state.total, 1.0)[..., None], wanted) < tile.error
+    assert relative(state.acc / torch.where(some, state.total, 1.0)[..., None], wanted) < ERROR[tile.q.dtype]
     assert ((state.peak + state.total.log()).double() - lse)[some].abs().max() < 3e-6
 
 
-def check_begun_and_ended(tile: Tile) -> None:
+def check_begun_and_ended(tile: Tile, pieces: tuple[Piece, ...]) -> None:
     """A state that the kernel begins and ends itself, every row being in a piece."""
     wanted, lse, _ = tile.forward()
     out = torch.full_like(wanted, torch.nan, dtype=tile.q.dtype)
     found = torch.full_like(lse, torch.nan, dtype=torch.float32)
-    launch_hopper_forward(
-        tile.pieces, tile.q, tile.k, tile.v, cleared(tile), tile.scale, load=False, finished=(out, found)
-    )
-    assert relative(out, wanted) < tile.error
+    launch_hopper_forward(pieces, tile.q, tile.k, tile.v, cleared(tile), tile.scale, load=False, finished=(out, found))
+    assert relative(out, wanted) < ERROR[tile.q.dtype]
     assert (found.double() - lse).abs().max() < 3e-6
 
 
-def check_backward(tile: Tile) -> None:
+def backward_inputs(tile: Tile) -> BackwardInputs:
+    _, lse, _ = tile.forward()
+    return BackwardInputs(tile.dout, tile.q, tile.k, tile.v, lse.float(), tile.backward()[0].float(), None)
+
+
+def check_backward(tile: Tile, pieces: tuple[Piece, ...]) -> None:
     """Gradients added to what is there."""
-    inputs, wanted = tile.backward()
+    _, *wanted = tile.backward()
     dq, dk, dv = (torch.ones(x.shape, device=x.device) for x in (tile.q, tile.k, tile.v))
-    launch_hopper_backward(tile.pieces, inputs, (dq, dk, dv), tile.scale)
+    launch_hopper_backward(pieces, backward_inputs(tile), (dq, dk, dv), tile.scale)
     for found, right in zip((dq, dk, dv), wanted, strict=True):
-        assert relative(found - 1, right) < tile.error
+        assert relative(found - 1, right) < ERROR[tile.q.dtype]
