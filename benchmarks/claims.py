@@ -93,6 +93,8 @@ CLAIMS: dict[str, Callable[[], str]] = {
     "planned peak of backward, W=4, S=16384, fp32 MHA, query side, coalesce=2": lambda: peak_shards(16384, "query", 2),
     "slowest of 132 cores, 16 triangles of 4096 x 4096 head by head": lambda: slowest_core(1),
     "slowest of 132 cores, 16 triangles of 4096 x 4096, 8 together": lambda: slowest_core(8),
+    "slowest of 132 cores, 8 triangles of 4096 x 4096 head by head": lambda: slowest_core(1, heads=8),
+    "slowest of 132 cores, 8 triangles of 4096 x 4096, all together": lambda: slowest_core(8, heads=8),
 }
 
 

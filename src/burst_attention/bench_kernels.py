@@ -45,10 +45,7 @@ def tile_rows(repeat: int) -> Iterator[dict[str, Any]]:
 
     A ring's forward is into a carried state, which for vendors takes a merge; its backward is added to accumulators.
     """
-    from burst_attention.tiles.cuda import CudaKernel
-
-    kernels = CudaKernel()
-    yield from _rows_of_kernels((kernels.triton, *kernels.vendors.values()), repeat)
+    yield from _rows_of_kernels(_kernels_of_tiles(), repeat)
     yield from _flex_rows(repeat)
 
 
@@ -57,6 +54,14 @@ def flash_rows(repeat: int) -> Iterator[dict[str, Any]]:
     from burst_attention.tiles.vendor import FlashKernel
 
     yield from _rows_of_kernels((FlashKernel(),), repeat)
+
+
+def _kernels_of_tiles() -> tuple[TileKernel, ...]:
+    """Ours and those of vendors."""
+    from burst_attention.tiles.triton_kernel import TritonKernel
+    from burst_attention.tiles.vendor import CudnnKernel, FlashKernel
+
+    return TritonKernel(), CudnnKernel(), FlashKernel()
 
 
 def _tiles() -> Iterator[tuple[dict[str, Any], Piece, tuple[Tensor, ...], float]]:
@@ -100,14 +105,11 @@ def _flex_rows(repeat: int) -> Iterator[dict[str, Any]]:
 
 def size_rows(repeat: int) -> Iterator[dict[str, Any]]:
     """How rates hang on the size of a full square tile."""
-    from burst_attention.tiles.cuda import CudaKernel
-
-    kernels = CudaKernel()
     for size in SIZES:
         case = TaxCase(ranks=1, tokens_per_rank=size, causal=False)
         q, k, v, dout = made_inputs(case, size)
         flops = 4 * size * size * case.head_dim * case.heads / 1e9
-        for kernel in (kernels.triton, *kernels.vendors.values()):
+        for kernel in _kernels_of_tiles():
             forward, backward = _tile_calls(kernel, full_piece(0, size, 0, size), q, k, v, dout)
             rates = flops / median_ms(forward, repeat), 2.5 * flops / median_ms(backward, repeat)
             yield {

@@ -77,10 +77,12 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"kernel": "cudnn", "coalesce": 2, "copies": False},
     {"kernel": "cudnn", "coalesce": 2, "copies": True},
 )
-"""Options of a call, and whether receives are copies; cuDNN by name only where no faster flash was activated."""
+"""Options of a call, and whether receives are copies; kernels by name only where no faster flash was activated."""
 OTHER_VARIANTS: tuple[dict[str, Any], ...] = (
     {"kernel": "auto", "coalesce": 1, "copies": False},
     {"kernel": "auto", "coalesce": 2, "copies": False, "results": "chain"},
+    {"kernel": "hopper", "coalesce": 2, "copies": False},
+    {"kernel": "hopper", "coalesce": 2, "copies": True},
 )
 RANKS_TIMED = (*range(8), 11, 15)
 """Of a ring of up to 8 all. The slowest is one whose coalesced blocks lie on both sides of the diagonal: 2, 4 or 6 in
@@ -249,7 +251,7 @@ def tax_rows(
         chosen = [rank for rank in ranks if rank < case.ranks][: None if case.causal else 2]
         for variant in variants:
             options = {name: value for name, value in variant.items() if name != "copies"}
-            if options["kernel"] == "cudnn" and flash_name() != "FA2":
+            if options["kernel"] != "auto" and flash_name() != "FA2":
                 continue
             calls = {rank: lone_calls(case, rank, variant["copies"], **options) for rank in chosen}
             times = _times_of_ranks(case, calls, whole, repeat)

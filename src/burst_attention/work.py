@@ -121,7 +121,7 @@ class BackwardWork:
     def take_in_alone(self, lanes: Lanes, room: bool) -> None:
         """Parts of gradients at home come from several lanes; sums are made beside the next round if there is room."""
         for total in self.home.values():
-            total.alone = lanes.alone
+            total.alone, total.side_by_side = lanes.alone, bool(lanes.streams)
         self.room = room
         if lanes.streams and self.kernel.sum_parts is not None:
             self.sum_visiting = partial(sum_hurried, self.kernel.sum_parts, room)

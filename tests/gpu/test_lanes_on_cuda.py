@@ -24,10 +24,12 @@ TOKENS = 2048
 """Of a rank: vendors' kernels serve it and its halves."""
 
 
-@pytest.fixture(params=["FA4", "cudnn"])
+@pytest.fixture(params=["FA4", "cudnn", "hopper"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "cudnn":
-        yield "cudnn"
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    if request.param != "FA4":
+        yield request.param
         return
     try:
         attention.activate_flash_attention_impl("FA4")
@@ -100,9 +102,15 @@ def test_no_stream_may_be_late(
         assert lanes.used_at_all
         for rank, (mine, others) in enumerate(zip(found, wanted, strict=True)):
             for name, x, y in zip(("out", "dq", "dk", "dv"), mine, others, strict=True):
-                # dq is added up in any order, and so is what is rounded then.
+                # dq is added up in any order, and so is what is rounded then. Side by side our kernel for Hopper rounds
+                # what home gives to dk and dv too.
                 error = (x.double() - y.double()).norm() / y.double().norm()
-                assert error <= (0.0 if name == "out" else 2e-3), (who, rank, name, error)
+                assert error <= (0.0 if name == "out" else 3e-3 if kernel == "hopper" else 2e-3), (
+                    who,
+                    rank,
+                    name,
+                    error,
+                )
 
 
 copy_on_gpu = threads.ThreadRing._copy_on_gpu

@@ -12,7 +12,7 @@ import torch
 
 from burst_attention import lanes, ops
 from burst_attention.ring import threads
-from burst_attention.tiles import flash4, fused, gpu, vendor
+from burst_attention.tiles import flash4, fused, gpu, hopper_kernel, triton_kernel, vendor
 from tests.unit import gpu_kernels_in_torch as in_torch
 from tests.unit.stream_order import Machine, Written
 
@@ -55,6 +55,12 @@ def written_down(machine: Machine, phase: Callable[..., Any]) -> Callable[..., A
     return run
 
 
+def adds(_: Any, pieces: Any, x: Any, gradients: Any, scale: float, add: bool = True) -> dict[str, Any]:
+    """What our backward for Hopper touches."""
+    dq, *keys = gradients
+    return {"read": (tuple(x)[:6], keys if add else ()), "add": dq, "write": keys}
+
+
 def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     """Every launch as one thing on a stream."""
 
@@ -72,6 +78,10 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     def lays_out(_: Any, lse: Any, delta: Any, *written: Any, **blocks: Any) -> dict[str, Any]:
         return {"read": (lse, delta), "write": written[:3]}
 
+    def continues(_: Any, pieces: Any, q: Any, k: Any, v: Any, state: Any, scale: float, **more: Any) -> dict[str, Any]:
+        read = (q, k, v, state[:3] if more.get("load", True) else ())
+        return {"read": read, "write": more.get("finished") or state[:3]}
+
     def makes(made: Any, *read: Any) -> dict[str, Any]:
         return {"made": made, "read": read}
 
@@ -83,6 +93,10 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     replace(in_torch.launch, adds_to_sums, (flash4, "_launch"))
     replace(in_torch.cast, lambda _, config, sums, dq, scale: {"read": sums, "write": dq}, (flash4, "_cast"))
     replace(in_torch.attend, makes, (flash4, "attend"))
+    replace(in_torch.continue_state, continues, (triton_kernel, "launch_fastest_forward"))
+    launches = (hopper_kernel, "launch_hopper_backward"), (triton_kernel, "launch_hopper_backward")
+    replace(in_torch.add_gradients, adds, *launches)
+    monkeypatch.setattr(triton_kernel, "serves_backward", lambda x, scale: True)
     statistics = machine.kernel(in_torch.statistics, lays_out)
     monkeypatch.setattr(fused, "_statistics_kernel", defaultdict(lambda: statistics))  # by any grid
     replace(in_torch.merge_partials, merges, (gpu, "merge_partials"), (vendor, "merge_partials"))
@@ -96,8 +110,17 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     monkeypatch.setattr(CudnnInTorch, "machine", machine, raising=False)
 
 
-def use_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> vendor.VendorKernel:
-    """Have calls take FlashAttention-4 by itself ("FA4") or cuDNN ("cuDNN")."""
-    tiles = {"FA4": vendor.FlashKernel, "cuDNN": CudnnInTorch}[name]()
+KERNELS: dict[str, Callable[[], gpu.GpuKernel]] = {
+    "FA4": vendor.FlashKernel, "cuDNN": CudnnInTorch, "hopper": hopper_kernel.HopperKernel,
+    "triton": triton_kernel.TritonKernel,
+}  # fmt: skip
+
+
+def use_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> gpu.GpuKernel:
+    """Have calls take FlashAttention-4 by itself ("FA4"), cuDNN ("cuDNN"), or our own as they are called."""
+    if name == "hopper":
+        # Tests ask for deterministic algorithms, which the plain kernels serve.
+        monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: False)
+    tiles = KERNELS[name]()
     monkeypatch.setattr(ops, "pick_kernel", lambda name, request: tiles)
     return tiles

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -68,6 +69,8 @@ class Program:
     at: tuple[int, ...] = (0, 0, 0)
     grid: tuple[int, ...] = (1, 1, 1)
     order: Sequence[int] = ORDERS[0]
+    runs = threading.Lock()
+    """Ranks that are threads share the chip."""
 
 
 def allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> chip.Memory | chip.Barriers:
@@ -151,9 +154,13 @@ def modules() -> dict[str, Any]:
     }
 
 
+def path_of(name: str) -> Path:
+    return Path(hopper.__file__).with_name(f"{name.rpartition('.')[2]}.py")
+
+
 def source_of(name: str) -> str:
     """A module's text, without importing it: that takes triton."""
-    return Path(hopper.__file__).with_name(f"{name.rpartition('.')[2]}.py").read_text()
+    return path_of(name).read_text()
 
 
 def use_chip(
@@ -163,12 +170,14 @@ def use_chip(
 ) -> None:
     """Have launches of our kernels for Hopper run here; what `edit` makes of a module's name and text is run."""
     monkeypatch.setattr(Program, "order", order)
-    for name, module in modules().items():
+    kernels = {name: ModuleType(name) for name in (FORWARD, BACKWARD)}
+    with pytest.MonkeyPatch.context() as while_imported:
+        for name, module in (modules() | kernels).items():
+            while_imported.setitem(sys.modules, name, module)
+        for name, module in kernels.items():
+            exec(compile(edit(name, source_of(name)), path_of(name), "exec"), module.__dict__)
+    for name, module in kernels.items():
         monkeypatch.setitem(sys.modules, name, module)
-    for name in (FORWARD, BACKWARD):
-        module = ModuleType(name)
-        monkeypatch.setitem(sys.modules, name, module)
-        exec(compile(edit(name, source_of(name)), name, "exec"), module.__dict__)
     monkeypatch.setattr(hopper, "_descriptor", chip.Descriptor)
     monkeypatch.setattr(hopper, "start_kernel", start)
 
@@ -179,9 +188,10 @@ def start(kernel: Callable[..., None], grid: tuple[int, ...]) -> Callable[..., N
     def launch(*arguments: Any, num_warps: int, **options: Any) -> None:
         assert num_warps == 4
         given = [Pointer(x) if isinstance(x, Tensor) else x for x in arguments]
-        Program.grid = grid
-        for z, y, x in itertools.product(*(range(size) for size in reversed(grid))):
-            Program.at = x, y, z
-            kernel(*given, **options)
+        with Program.runs:
+            Program.grid = grid
+            for z, y, x in itertools.product(*(range(size) for size in reversed(grid))):
+                Program.at = x, y, z
+                kernel(*given, **options)
 
     return launch

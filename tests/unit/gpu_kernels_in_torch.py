@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burst_attention.geometry import Piece
 from burst_attention.merge import Part, Partial, State, clear, finish, merge_partial
+from burst_attention.tiles import BackwardInputs
+from burst_attention.tiles.vendor import rows_of
 
 BLOCK = 8
 
@@ -70,6 +73,52 @@ def gradients(
     of_heads = scores.transpose(2, 3) @ queries, weights.transpose(2, 3) @ douts
     dk, dv = (x.unflatten(1, (-1, per_key)).sum(2) for x in of_heads)  # type: ignore[no-untyped-call]
     return [x.to(q.dtype) for x in (scores @ keys, dk, dv)]
+
+
+def continue_state(
+    pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float, load: bool = True,
+    finished: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Our own forward, on any pieces."""
+    if not load:
+        clear(state)
+    for piece in pieces:
+        queries, keys = rows_of(piece)
+        scores, values = _scores(piece, q[:, :, queries], k[:, :, keys], scale), _per_query(v[:, :, keys], q)
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
+        merge_partial(state.rows(queries.start, queries.stop), weights @ values, lse)
+    for place, x in zip(finished or (), finish(state, finished[0].dtype) if finished else (), strict=True):
+        place.copy_(x)
+
+
+def add_gradients(
+    pieces: Sequence[Piece], x: BackwardInputs, gradients: tuple[Tensor, Tensor, Tensor], scale: float, add: bool = True
+) -> None:
+    """Our backward for Hopper, on any pieces: adds to dq, and to dk and dv or, if not `add`, writes those."""
+    dq, dk, dv = gradients
+    sums = torch.zeros(dk.shape), torch.zeros(dv.shape)
+    for piece in pieces:
+        queries, keys = rows_of(piece)
+        q, dout, lse, delta = (part[:, :, queries].float() for part in (x.q, x.dout, x.lse, x.delta))
+        weights = (_scores(piece, q, x.k[:, :, keys], scale) - lse[..., None]).exp().nan_to_num(0.0)
+        scores = weights * (dout @ _per_query(x.v[:, :, keys], q).transpose(2, 3) - delta[..., None]) * scale
+        dq[:, :, queries] += scores @ _per_query(x.k[:, :, keys], q)
+        for total, part in zip(sums, (scores.transpose(2, 3) @ q, weights.transpose(2, 3) @ dout), strict=True):
+            total[:, :, keys] += part.unflatten(1, (x.k.shape[1], -1)).sum(2)
+    for total, part in zip((dk, dv), sums, strict=True):
+        total.copy_(total + part if add else part)
+
+
+def _per_query(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values for every query head."""
+    return x.float().repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _scores(piece: Piece, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    distance = torch.arange(piece.q_count)[:, None] - torch.arange(piece.k_count)
+    missing = (distance < piece.low) | (distance >= piece.high)
+    return (q.float() @ _per_query(k, q).transpose(2, 3) * scale).masked_fill(missing, -math.inf)
 
 
 def merge_partials(

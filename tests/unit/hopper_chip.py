@@ -175,7 +175,8 @@ class Group(threading.Thread):
         self.turn.acquire()
         _running.group = self
         try:
-            self.body(*self.arguments)
+            with torch.no_grad():
+                self.body(*self.arguments)
             late = self.clock.get(("addition of", self), 0)
             if late < self.additions:
                 raise WrongOrderError(f"{self} ends before what it adds has left its memory")

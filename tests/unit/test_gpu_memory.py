@@ -24,10 +24,16 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def held_and_planned(
-    monkeypatch: pytest.MonkeyPatch, mask: str, kv_heads: int, ranks: int, needs: str = "qkv", **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    mask: str,
+    kv_heads: int,
+    ranks: int,
+    needs: str = "qkv",
+    kernel: str = "FA4",
+    **options: Any,
 ) -> float:
     """What the rank that holds most holds, over what is planned for the rank that is to hold most."""
-    machine, tiles = fake_gpu.pretend_gpu(monkeypatch, pool=100), fake_gpu.use_kernel(monkeypatch, "FA4")
+    machine, tiles = fake_gpu.pretend_gpu(monkeypatch, pool=100), fake_gpu.use_kernel(monkeypatch, kernel)
     layout = Layout("zigzag" if mask == "causal" else "contiguous", SHARD * ranks, ranks)
     options |= {"mask": causal() if mask == "causal" else full(), "layout": layout}
 
@@ -55,6 +61,18 @@ def test_the_plan_says_what_is_held(
     """To a twentieth, of the rank that holds most; where queries travel it may be an eighth less."""
     share = held_and_planned(monkeypatch, mask, kv_heads, ranks, coalesce=2, **WAYS[way])
     assert (0.87 if "queries" in way else 0.95) < share < 1.03
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("kv_heads", [4, 1], ids=["MHA", "GQA"])
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("kernel", ["hopper", "triton"])
+def test_the_plan_says_what_our_own_kernels_hold(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, mask: str, kv_heads: int, ranks: int
+) -> None:
+    way = WAYS["straight" if kernel == "hopper" else "chain"]
+    share = held_and_planned(monkeypatch, mask, kv_heads, ranks, kernel=kernel, coalesce=2, **way)
+    assert 0.97 < share < 1.01
 
 
 @pytest.mark.parametrize(

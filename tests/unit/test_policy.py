@@ -107,6 +107,31 @@ def test_vendors_by_name_are_refused_for_heads_that_they_do_not_take_on_a_chip(
         assert pick_kernel(name, TileRequest("cuda", torch.bfloat16, *dims)).name == name
 
 
+@pytest.mark.parametrize(
+    ("chip", "changes", "message"),
+    [
+        ((9, 0), {}, ""),
+        ((9, 0), {"dtype": torch.float16}, ""),
+        ((9, 0), {"dtype": torch.float32}, "it serves bfloat16 and float16, the tensors are torch.float32"),
+        ((9, 0), {"head_dim": 64, "value_dim": 64}, "it serves head dim 128, got 64 and 64"),
+        ((9, 0), {"value_dim": 64}, "it serves head dim 128, got 128 and 64"),
+        ((9, 0), {"scale": -1.0}, r"it needs a positive scale, got -1\.0"),
+        ((9, 0), {"device_type": "cpu"}, "it runs on a GPU, the tensors are on cpu"),
+        ((10, 0), {}, r"it is written for Hopper \(9\.0\), and this GPU is 10\.0"),
+    ],
+    ids=str,
+)
+def test_our_backward_for_hopper_by_name_is_refused_for_what_it_does_not_take(
+    monkeypatch: pytest.MonkeyPatch, chip: tuple[int, int], changes: dict[str, object], message: str
+) -> None:
+    pytest.importorskip("triton", reason="it needs it")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: chip)
+    request = replace(TileRequest("cuda", torch.bfloat16, 128, 128), **changes)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        assert pick_kernel("hopper", request).name == "hopper"
+
+
 def test_a_gpu_without_a_number_is_the_current_one_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which may have changed; and where there is none, a CPU's caller learns that."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

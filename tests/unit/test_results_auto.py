@@ -52,6 +52,12 @@ def test_gradients_of_keys_go_straight_home_as_the_kernel_gives_them(
     assert not chain.straight and found.total_bytes <= chain.total_bytes
 
 
+@pytest.mark.parametrize("mask", [causal(), causal() & window(1000)], ids=str)
+def test_our_backward_for_hopper_by_name_gives_gradients_of_any_mask_as_they_travel(mask: Any) -> None:
+    assert backward(kernel="hopper", mask=mask, kv_heads=2).straight
+    assert not backward(kernel="hopper", mask=mask, requires_grad="kv").straight
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -135,7 +141,7 @@ def test_at_most_one_plan_more_is_made(monkeypatch: pytest.MonkeyPatch, mask: An
 
 def test_deterministic_gradients_are_our_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: True)
-    assert not backward().straight
+    assert not backward().straight and not backward(kernel="hopper").straight
 
 
 class Tiles(PlainKernel):

@@ -15,7 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from burst_attention import Layout, Ring, burst_attention, causal, engine, full, lanes, run_ranks, work
+from burst_attention import (
+    Layout,
+    Ring,
+    burst_attention,
+    causal,
+    documents,
+    engine,
+    full,
+    lanes,
+    run_ranks,
+    window,
+    work,
+)
 from burst_attention.lanes import Lanes
 from burst_attention.reference import allowed_pairs, reference_gradients
 from burst_attention.ring import threads
@@ -23,10 +35,13 @@ from burst_attention.schedule import plan as planning
 from tests.unit.stream_order import Machine
 
 pytest.importorskip("triton")
-from burst_attention.tiles import flash4, fused, gpu, protocol, vendor
-from tests.unit import fake_gpu
+from burst_attention.tiles import flash4, fused, gpu, hopper, hopper_kernel, protocol, vendor
+from tests.unit import fake_gpu, gluon_on_cpu
 
 HEADS, DIM = 4, 16
+DOCUMENTS = [13, 30, 21]
+MASKS = {"causal": causal(), "full": full(), "window": window(21), "documents": causal() & documents(DOCUMENTS)}
+TILES = ("attend", "launch", "gradients", "add_gradients")
 
 
 @pytest.fixture
@@ -63,7 +78,7 @@ def run(
     fake_gpu.use_kernel(monkeypatch, kernel)
     monkeypatch.setattr("burst_attention.engine.Lanes", CountedLanes)
     CountedLanes.turns_of_all.clear()
-    tokens, mask = 16 * ranks, causal() if mask_name == "causal" else full()
+    tokens, mask = 16 * ranks, MASKS[mask_name]
     layout, generator = Layout.zigzag(tokens, ranks), torch.Generator().manual_seed(0)
     heads = HEADS, kv_heads, kv_heads, HEADS
     tensors = [torch.randn(1, count, tokens, DIM, generator=generator).half() for count in heads]
@@ -99,12 +114,35 @@ def run(
     indirect=["machine"],
     ids=["2-causal", "3-full-GQA", "4-causal", "4-causal-GQA-shared", "10-causal-shared", "10-full-GQA"],
 )
-@pytest.mark.parametrize("kernel", ["FA4", "cuDNN"])
+@pytest.mark.parametrize("kernel", ["FA4", "cuDNN", "hopper"])
 def test_everything_is_in_order(
     monkeypatch: pytest.MonkeyPatch, machine: Machine, kernel: str, ranks: int, mask: str, kv_heads: int
 ) -> None:
     turns = run(monkeypatch, machine, kernel, ranks, mask, kv_heads)
-    assert turns >= 4 * ranks, "no round went to a lane"
+    # Our own forward continues a state.
+    assert turns >= (2 if kernel == "hopper" else 4) * ranks, "no round went to a lane"
+    assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("mask", ["window", "documents"])
+def test_our_kernel_for_hopper_is_in_order_with_any_mask(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, mask: str, kv_heads: int
+) -> None:
+    assert run(monkeypatch, machine, "hopper", 4, mask, kv_heads) >= 2 * 4
+    assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
+
+
+@pytest.mark.parametrize(("mask", "kv_heads"), [("causal", 4), ("full", 2)])
+def test_our_kernel_for_hopper_itself_writes_where_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, mask: str, kv_heads: int
+) -> None:
+    """Elsewhere here it is torch: gradients in 16 bits where they are sent from, parts of some heads at home."""
+    launch = machine.kernel(hopper.launch_hopper_backward, fake_gpu.adds)
+    monkeypatch.setattr(hopper_kernel, "launch_hopper_backward", launch)
+    gluon_on_cpu.use_chip(monkeypatch)
+    monkeypatch.setattr(f"{__name__}.DIM", 128)
+    assert run(monkeypatch, machine, "hopper", 3, mask, kv_heads) >= 2 * 3
     assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
 
 
@@ -119,7 +157,7 @@ def test_partials_are_merged_before_some_heads_are_ended(
     assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
 
 
-@pytest.mark.parametrize("kernel", ["FA4", "cuDNN"])
+@pytest.mark.parametrize("kernel", ["FA4", "cuDNN", "hopper", "triton"])
 @pytest.mark.parametrize(
     "options",
     [{"direction": "kv", "results": "chain"}, {"direction": "query", "results": "chain"},
@@ -134,7 +172,7 @@ def test_rounds_that_add_to_each_other_have_no_lanes(
     # Of 4 ranks that run 3 rounds, in two calls; one of them has a round of two pieces, each with a turn. Beside FA4's
     # kernel out of half of the heads is ended, which makes two turns of the last.
     turns_of_forward = 2 * (4 * 3 + 1 + (4 if kernel == "FA4" else 0))
-    turns_of_forward *= not {"forward_direction", "head_groups"} & options.keys()
+    turns_of_forward *= not {"forward_direction", "head_groups"} & options.keys() and kernel in ("FA4", "cuDNN")
     assert run(monkeypatch, machine, kernel, 4, "causal", HEADS, options) == turns_of_forward
     assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
 
@@ -270,6 +308,9 @@ BROKEN: dict[str, tuple[str, int, Callable[[pytest.MonkeyPatch], None], str]] = 
     "memory goes back too early": ("cuDNN", 8, given_back_inside, "has yet to merge_partials"),
     "heads end before their partials": ("FA4", 4, heads_end_before_their_partials, "merge_partials (read)"),
     "sums grow before they are cleared": ("FA4", 4, turns_that_overtake, "statistics (write)"),
+    "dq grows before it is cleared": (
+        "hopper", 4, lambda patch: patch.setattr(hopper_kernel, "begins", lambda x: None), "aten::zero_ (write)",
+    ),
     "receives are not waited for": ("FA4", 3, receives_not_waited_for, "has yet to aten::copy_"),
 }  # fmt: skip
 """By what is left out: a kernel, a number of ranks, how it is left out, and what is to be said of it."""
@@ -298,7 +339,7 @@ def test_a_pass_that_waits_for_nothing_is_seen(
     assert any("does not wait for" in found for found in machine.found)
 
 
-@pytest.mark.parametrize("kernel", ["FA4", "cuDNN"])
+@pytest.mark.parametrize("kernel", ["FA4", "cuDNN", "hopper"])
 def test_every_tile_says_that_it_begins(monkeypatch: pytest.MonkeyPatch, machine: Machine, kernel: str) -> None:
     """Or the next would overtake it."""
     begun: list[Tensor] = []
@@ -306,18 +347,21 @@ def test_every_tile_says_that_it_begins(monkeypatch: pytest.MonkeyPatch, machine
     touch = machine.touch
 
     def count(name: str, *made: Any, **touched: Any) -> None:
-        if name in ("attend", "launch", "gradients"):
+        if name in TILES:
             tiles.append(name)
         touch(name, *made, **touched)
 
     monkeypatch.setattr(machine, "touch", count)
-    for module in (flash4, vendor):
+    for module in (flash4, vendor, hopper_kernel):
         monkeypatch.setattr(module, "begins", begun.append)
     run(monkeypatch, machine, kernel, 4, "causal", HEADS)
     assert len(begun) == len(tiles) > 0
 
 
-@pytest.mark.parametrize(("kernel", "which"), [("FA4", 2), ("FA4", 8), ("FA4", 11), ("cuDNN", 5), ("cuDNN", 8)])
+@pytest.mark.parametrize(
+    ("kernel", "which"),
+    [("FA4", 2), ("FA4", 8), ("FA4", 11), ("cuDNN", 5), ("cuDNN", 8), ("hopper", 1), ("hopper", 3), ("hopper", 4)],
+)
 def test_after_an_error_nothing_is_freed_early(
     monkeypatch: pytest.MonkeyPatch, machine: Machine, kernel: str, which: int
 ) -> None:
@@ -327,7 +371,7 @@ def test_after_an_error_nothing_is_freed_early(
 
     def fail_once(name: str, *made: Any, **touched: Any) -> None:
         touch(name, *made, **touched)
-        if threading.current_thread().name == "ring-rank-1" and name in ("attend", "launch", "gradients", "sum_parts"):
+        if threading.current_thread().name == "ring-rank-1" and name in (*TILES, "sum_parts"):
             launches.append(name)
             if len(launches) == which + 1:
                 raise ValueError("a launch that fails")

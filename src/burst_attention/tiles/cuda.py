@@ -15,13 +15,14 @@ from burst_attention.geometry import Piece, full_piece
 from burst_attention.merge import State
 from burst_attention.schedule import Bundle, PhasePlan, Round
 from burst_attention.schedule.plan import sign_of
-from burst_attention.tiles.gpu import DeferringKernel
+from burst_attention.tiles.gpu import DeferringKernel, GpuKernel
 from burst_attention.tiles.hopper import has_async_add, has_gluon
+from burst_attention.tiles.hopper_kernel import HopperKernel
 from burst_attention.tiles.policy import PLANNED_FOR, Case, active_flash, capability_of, choose
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.split import FULL, split_piece
 from burst_attention.tiles.triton_kernel import TritonKernel
-from burst_attention.tiles.vendor import CudnnKernel, FlashKernel, VendorKernel
+from burst_attention.tiles.vendor import CudnnKernel, FlashKernel
 
 
 class CudaKernel(DeferringKernel):
@@ -30,9 +31,9 @@ class CudaKernel(DeferringKernel):
     name = "cuda"
 
     def __init__(self) -> None:
-        kernels: tuple[VendorKernel, ...] = (CudnnKernel(), FlashKernel())
-        self.vendors = {kernel.name: kernel for kernel in kernels}
-        self.triton = TritonKernel()
+        kernels: tuple[GpuKernel, ...] = (TritonKernel(), HopperKernel(), CudnnKernel(), FlashKernel())
+        self.kernels = {kernel.name: kernel for kernel in kernels}
+        """By name. Our own first: then nothing waits to be settled when they add."""
 
     def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
         """Of those who would compute the round's pieces on this GPU; where there is none, of FlashAttention."""
@@ -40,27 +41,27 @@ class CudaKernel(DeferringKernel):
         if torch.cuda.is_available():
             dims = phase.shapes.head_dim, phase.shapes.value_dim
             ask = partial(chosen_for, phase.phase, dims=dims, dtype=phase.shapes.dtype, device=None, scale=1.0)
-            chosen = [set(ask(piece).values()) for piece in step.pieces]
-            names = {name for found in chosen for name in (found if "triton" not in found else {"triton"})}
-        kernels = [self.vendors.get(name) or self.triton for name in names]
-        return max(kernel.workspace_bytes(phase, step, visiting) for kernel in kernels)
+            names = {name for piece in step.pieces for name in ask(piece).values()}
+        return max(self.kernels[name].workspace_bytes(phase, step, visiting) for name in names)
 
     def ending_bytes(self, phase: PhasePlan, step: Round) -> int:
-        return max(kernel.ending_bytes(phase, step) for kernel in self.vendors.values())
+        return max(kernel.ending_bytes(phase, step) for kernel in self.kernels.values())
 
     def facts(self, device: torch.device | None = None) -> tuple[Hashable, ...]:
         return facts(device)
 
     def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
-        """Where our own kernel computes none of the pieces: that one adds to what is there."""
-        return "triton" not in self._names(phase, step, scale)
+        """What our kernel for Hopper writes for a visitor's keys is rounded: nobody may add to it then."""
+        names = self._names(phase, step, scale)
+        alone = "hopper" not in names or len(names) == 1
+        return alone and all(self.kernels[name].gives_parts(phase, step, scale) for name in names)
 
     def partials(self, phase: PhasePlan, step: Round, scale: float) -> int:
         return sum(map(len, self._chosen(phase, step, scale)))
 
     def leaves_room(self, phase: PhasePlan, step: Round, scale: float) -> bool:
-        kernels = (self.vendors.get(name) or self.triton for name in self._names(phase, step, scale))
-        return all(kernel.leaves_room(phase, step, scale) for kernel in kernels)
+        names = self._names(phase, step, scale)
+        return all(self.kernels[name].leaves_room(phase, step, scale) for name in names)
 
     def _names(self, phase: PhasePlan, step: Round, scale: float) -> set[str]:
         """Of those who compute a round's pieces."""
@@ -76,23 +77,21 @@ class CudaKernel(DeferringKernel):
         if state.deferred:
             state.deferred.last &= len(groups) == 1
         for name, group in groups:
-            (self.vendors.get(name) or self.triton).forward(group, q, k, v, state, scale)
+            self.kernels[name].forward(group, q, k, v, state, scale)
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         for name, group in self._groups("backward", pieces, x.q, x.v, scale):
-            (self.vendors.get(name) or self.triton).backward(group, x, gradients, scale)
+            self.kernels[name].backward(group, x, gradients, scale)
 
     def _groups(
         self, phase: str, pieces: Sequence[Piece], q: Tensor, v: Tensor, scale: float
     ) -> list[tuple[str, list[Piece]]]:
-        """Pieces by who computes them, our own kernel's together and first: then nothing waits to be settled."""
-        groups: dict[str, list[Piece]] = {"triton": []}
+        """Pieces by who computes them, our own kernels' together."""
+        groups: dict[str, list[Piece]] = {name: [] for name in self.kernels}
         for piece in pieces:
             parts = chosen_for(phase, piece, (q.shape[3], v.shape[3]), q.dtype, q.device, scale)
-            if "triton" in parts.values():
-                parts = {piece: "triton"}
             for part, name in parts.items():
-                groups.setdefault(name, []).append(part)
+                groups[name].append(part)
         return [(name, group) for name, group in groups.items() if group]
 
 
@@ -122,7 +121,10 @@ def facts(device: torch.device | None) -> tuple[tuple[int, int], str, bool, bool
 def chosen_for(
     phase: str, piece: Piece, dims: tuple[int, int], dtype: torch.dtype, device: torch.device | None, scale: float
 ) -> dict[Piece, str]:
-    """Who computes a piece's parts on a device, or on the current one; `dims` are those of heads, and of values."""
+    """Who computes a piece's parts on a device, or on the current one; `dims` are those of heads, and of values.
+
+    What is not for vendors' kernels alone is ours as a whole: cut in parts it would be begun twice.
+    """
     return _chosen_by(facts(device), phase, piece, dims, dtype, sign_of(scale))
 
 
@@ -146,4 +148,4 @@ def _chosen_by(
             deterministic, gluon,
         )  # fmt: skip
         chosen[part] = choose(case).name
-    return chosen
+    return next(({piece: name} for name in ("triton", "hopper") if name in chosen.values()), chosen)

@@ -28,12 +28,12 @@ from torch import Tensor
 from burst_attention.geometry import Piece
 from burst_attention.lanes import begins, hurried
 from burst_attention.schedule import Bundle, PhasePlan, Round, Shapes
-from burst_attention.schedule.bundles import Heads
 from burst_attention.tiles.fused import padded_statistics
 from burst_attention.tiles.hopper import loadable
 from burst_attention.tiles.policy import active_flash, capability_of
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.start import start
+from burst_attention.tiles.waiting import home_key_rows, in_heads_of, rounds_before
 
 KNOWN = ("4.0.0b9",)
 HEAD_DIMS = (64, 128)
@@ -116,12 +116,12 @@ def workspace_bytes(phase: PhasePlan, step: Round, visiting: Bundle | None) -> i
         sums = _sum_rows([step], step)
         casts, parts = 0 if "dq" in placed else sums, 0
     else:
-        before = _rounds_before(phase, step)
+        before = rounds_before(phase, step)
         sums = _sum_rows((*before, step), step)
         # A ring of one has no buffers that would be gone: dq is there twice when it ends.
         casts = 2 * sums if phase.topology.size == 1 else 0
         in_place = len(placed & {"dk", "dv"}) if shapes.heads == shapes.kv_heads else 0
-        parts = 2 * _home_key_rows(before, step) + (2 - in_place) * keys
+        parts = 2 * home_key_rows(before, step) + (2 - in_place) * keys
     statistics = 2 * shapes.batch * shapes.heads * (sums + triangles)
     return ((sums + triangles) * 4 + (casts + triangles + parts) * size) * row + 4 * statistics
 
@@ -131,30 +131,13 @@ def cast_bytes(phase: PhasePlan, step: Round) -> int:
     if phase.direction == "query":
         return 0
     row = phase.shapes.batch * phase.shapes.heads * phase.shapes.head_dim
-    return _sum_rows((*_rounds_before(phase, step), step), step) * row * phase.shapes.dtype.itemsize
-
-
-def _rounds_before(phase: PhasePlan, step: Round) -> tuple[Round, ...]:
-    return next(rounds[: step.index] for rounds in phase.rounds if rounds[step.index] == step)
+    return _sum_rows((*rounds_before(phase, step), step), step) * row * phase.shapes.dtype.itemsize
 
 
 def _sum_rows(rounds: Iterable[Round], step: Round) -> int:
     """Query rows of different rectangles."""
     ranges = {(p.q_first, p.q_count, other.heads) for other in rounds for p in other.pieces if p.is_full}
-    return sum(_in_heads_of(step, heads, count) for _, count, heads in ranges)
-
-
-def _home_key_rows(rounds: Iterable[Round], step: Round) -> int:
-    """Rows of home's keys that its own queries were computed with."""
-    at_home = (other for other in rounds if not other.row_count)
-    return sum(_in_heads_of(step, other.heads, p.k_count) for other in at_home for p in other.pieces)
-
-
-def _in_heads_of(step: Round, heads: Heads | None, rows: int) -> int:
-    """Rows of some heads, or of all, as rows of a round's heads: home's own work is done in two halves of them."""
-    if (step.heads is None) == (heads is None):
-        return rows
-    return 2 * rows if heads is None else -(-rows // 2)
+    return sum(in_heads_of(step, heads, count) for _, count, heads in ranges)
 
 
 def add_gradients(piece: Piece, x: BackwardInputs, gradients: Gradients, scale: float) -> None:

@@ -15,6 +15,7 @@ from functools import lru_cache
 import torch
 
 from burst_attention.tiles.cpu_flash import CpuFlashKernel
+from burst_attention.tiles.hopper import BACKWARD_DIM, has_async_add, has_gluon
 from burst_attention.tiles.plain import PlainKernel
 from burst_attention.tiles.policy import PLANNED_FOR, active_flash, capability_of, cudnn_takes, flash2_trains, runs_on
 from burst_attention.tiles.protocol import TileKernel
@@ -96,6 +97,24 @@ def _vendor_refusal(request: TileRequest) -> str | None:
     return None
 
 
+def _hopper_refusal(request: TileRequest) -> str | None:
+    refusal = _triton_refusal(request)
+    if refusal is not None:
+        return refusal
+    if request.dtype == torch.float32:
+        return "it serves bfloat16 and float16, the tensors are torch.float32"
+    if not request.head_dim == request.value_dim == BACKWARD_DIM:
+        return f"it serves head dim {BACKWARD_DIM}, got {request.head_dim} and {request.value_dim}"
+    if request.scale <= 0:
+        return f"it needs a positive scale, got {request.scale}"
+    chip = capability_of(None) or PLANNED_FOR[0]
+    if torch.version.hip or chip != (9, 0):
+        return f"it is written for Hopper (9.0), and this GPU is {chip[0]}.{chip[1]}"
+    if torch.cuda.is_available() and not (has_gluon() and has_async_add()):
+        return "it needs a triton with Gluon, 3.6 or newer"
+    return None
+
+
 def _cudnn_refusal(request: TileRequest) -> str | None:
     refusal = _vendor_refusal(request)
     if refusal is not None:
@@ -139,11 +158,9 @@ def _warn_without_triton() -> None:
 @lru_cache(maxsize=8)
 def _gpu_kernel(name: str) -> TileKernel:
     from burst_attention.tiles.cuda import CudaKernel
-    from burst_attention.tiles.triton_kernel import TritonKernel
-    from burst_attention.tiles.vendor import CudnnKernel, FlashKernel
 
-    kernels: list[TileKernel] = [CudaKernel(), TritonKernel(), CudnnKernel(), FlashKernel()]
-    return next(kernel for kernel in kernels if kernel.name == name)
+    every = CudaKernel()
+    return {every.name: every, **every.kernels}[name]
 
 
 CPU_FLASH, PLAIN = CpuFlashKernel(), PlainKernel()
@@ -156,6 +173,7 @@ CHOICES = (
     ),
     Choice("cuda", lambda: _gpu_kernel("cuda"), _gpu_refusal, "on a GPU, the fastest for each piece (policy.py)"),
     Choice("triton", lambda: _gpu_kernel("triton"), _triton_refusal, "takes a gradient on lse, which vendors do not"),
+    Choice("hopper", lambda: _gpu_kernel("hopper"), _hopper_refusal, "by name only, until it is measured in rings"),
     Choice("cudnn", lambda: _gpu_kernel("cudnn"), _cudnn_refusal, "by name only: it serves full and causal pieces"),
     Choice("flash", lambda: _gpu_kernel("flash"), _flash_refusal, "by name only, like cudnn"),
     Choice("plain", lambda: PLAIN, lambda request: None, "serves every dtype, head dim, mask and device"),

@@ -89,6 +89,8 @@ class Accumulator:
         self._taken: list[GrowingPart] = []
         """Those that grew: kept until others may have their memory, which is when what is `alone` has ended."""
         self._placed: list[tuple[int, int]] = []
+        self.side_by_side = False
+        """Whether kernels on several streams of a GPU give it parts, or add to it, at once (lanes.py)."""
         self.alone: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """What parts are taken in under, where several streams of a GPU make them (lanes.py)."""
 
@@ -211,6 +213,13 @@ class Accumulator:
         """Whether nothing has been added yet."""
         return self.untouched and not self._parts and not self._growing and not self._placed
 
+    def shared(self) -> Tensor:
+        """The tensor, for kernels whose additions are atomic, so that several may add at once."""
+        if self.untouched:
+            self.tensor.zero_()
+            self.untouched = False
+        return self.tensor
+
     def begin(self) -> Tensor:
         """The tensor of a fresh one, for a kernel that writes all of it instead of adding."""
         assert self.fresh, "something is there already, and would be lost"
@@ -246,7 +255,7 @@ class Accumulator:
         elif self.untouched:
             out.zero_()
         else:
-            out.copy_(total)
+            self._sum_parts(total, [Part(0, 0, total)], load=False, out=out, beside=beside)
 
     def finish(self, dtype: torch.dtype) -> Tensor:
         """The gradient in the dtype of its input, with what waits added in the same pass."""
@@ -275,6 +284,7 @@ class AccumulatorHeads(Accumulator):
     def __init__(self, whole: Accumulator, first: int, last: int) -> None:
         super().__init__(whole.tensor[:, first:last])
         self._whole, self._first, self._last = whole, first, last
+        self.side_by_side = whole.side_by_side
 
     def add(self, first: int, part: Tensor, borrowed: bool = False, head: int = 0) -> None:
         self._whole.add(first, part, borrowed, self._first + head)
@@ -301,6 +311,9 @@ class AccumulatorHeads(Accumulator):
     @property
     def fresh(self) -> bool:
         return self._whole.fresh
+
+    def shared(self) -> Tensor:
+        return self._whole.shared()[:, self._first : self._last]
 
     def begin(self) -> Tensor:
         whole = self._whole.begin()
