@@ -130,10 +130,12 @@ def backward_inputs(tile: Tile) -> BackwardInputs:
     return BackwardInputs(tile.dout, tile.q, tile.k, tile.v, lse.float(), tile.backward()[0].float(), None)
 
 
-def check_backward(tile: Tile, pieces: tuple[Piece, ...]) -> None:
-    """Gradients added to what is there."""
+def check_backward(tile: Tile, pieces: tuple[Piece, ...], parts: int = 1) -> None:
+    """Gradients added to what is there; of dk and dv, where they are several, to each of their parts."""
     _, *wanted = tile.backward()
-    dq, dk, dv = (torch.ones(x.shape, device=x.device) for x in (tile.q, tile.k, tile.v))
+    dq = torch.ones(tile.q.shape, device=tile.q.device)
+    dk, dv = (torch.ones_like(x.repeat_interleave(parts, 1), dtype=torch.float32) for x in (tile.k, tile.v))
     launch_hopper_backward(pieces, backward_inputs(tile), (dq, dk, dv), tile.scale)
-    for found, right in zip((dq, dk, dv), wanted, strict=True):
-        assert relative(found - 1, right) < ERROR[tile.q.dtype]
+    whole = (dq - 1, *((x - 1).unflatten(1, (-1, parts)).sum(2) for x in (dk, dv)))  # type: ignore[no-untyped-call]
+    for found, right in zip(whole, wanted, strict=True):
+        assert relative(found, right) < ERROR[tile.q.dtype]

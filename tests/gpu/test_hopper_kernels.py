@@ -47,6 +47,12 @@ def test_backward(name: str, dtype: torch.dtype, kv_heads: int, packed: bool) ->
     check_backward(tile, PIECES[name])
 
 
+@pytest.mark.parametrize(("kv_heads", "parts"), [(2, 2), (1, 2), (1, 4)])
+def test_a_key_head_in_parts(kv_heads: int, parts: int) -> None:
+    tile = make_tile("documents", torch.bfloat16, 128, 128, kv_heads, False)
+    check_backward(tile, PIECES["documents"], parts)
+
+
 @pytest.mark.parametrize(("heads", "blocks"), [(1, 9), (2, 9), (4, 1), (8, 9)])
 def test_heads_take_turns_in_any_number_of_launches(monkeypatch: pytest.MonkeyPatch, heads: int, blocks: int) -> None:
     """Of 8 heads: one by one, in groups, all at once; with a launch for each block."""

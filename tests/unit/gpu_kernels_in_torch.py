@@ -105,7 +105,7 @@ def add_gradients(
         scores = weights * (dout @ _per_query(x.v[:, :, keys], q).transpose(2, 3) - delta[..., None]) * scale
         dq[:, :, queries] += scores @ _per_query(x.k[:, :, keys], q)
         for total, part in zip(sums, (scores.transpose(2, 3) @ q, weights.transpose(2, 3) @ dout), strict=True):
-            total[:, :, keys] += part.unflatten(1, (x.k.shape[1], -1)).sum(2)
+            total[:, :, keys] += part.unflatten(1, (dk.shape[1], -1)).sum(2)
     for total, part in zip((dk, dv), sums, strict=True):
         total.copy_(total + part if add else part)
 

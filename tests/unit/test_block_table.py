@@ -122,6 +122,26 @@ def test_no_core_has_much_more_of_a_triangle_than_its_share(
     assert slowest_core(begun(table._replace(uneven=False), heads, walked), group) == one_by_one
 
 
+@pytest.mark.parametrize(
+    ("rows", "heads", "group", "parts"),
+    [
+        (4096, 8, 4, 1),
+        (4096, 4, 4, 2),
+        (8192, 4, 4, 1),
+        (2048, 8, 4, 2),
+        (2048, 4, 4, 4),
+        (1024, 2, 16, 4),
+        (4096, 4, 3, 3),
+    ],
+)
+def test_query_heads_are_cut_where_the_heaviest_program_had_more_than_its_share(
+    rows: int, heads: int, group: int, parts: int
+) -> None:
+    """Of a triangle and key heads of a group. In as few parts as will do, in no more than four."""
+    table = block_table((Piece(0, rows, 0, rows, 0, rows),), True, 128, 64, torch.device("cpu"))
+    assert block_tables.parts_of_heads(table, heads, group, torch.device("cpu")) == parts
+
+
 def slowest_core(programs: list[tuple[int, int]], group: int) -> int:
     busy = [0] * 132
     for _, steps in programs:

@@ -52,6 +52,14 @@ def test_backward(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
     check_backward(tile, PIECES[name])
 
 
+@pytest.mark.parametrize(("kv_heads", "parts"), [(2, 2), (1, 2), (1, 4)])
+def test_a_key_head_in_parts(monkeypatch: pytest.MonkeyPatch, kv_heads: int, parts: int) -> None:
+    """Each of some of its query heads, as a program of its own."""
+    use_chip(monkeypatch)
+    tile = make_tile("two-pieces", BF16, 128, 128, kv_heads, False, "cpu")
+    check_backward(tile, PIECES["two-pieces"], parts)
+
+
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_groups_of_warps_may_run_in_any_order(monkeypatch: pytest.MonkeyPatch, order: Sequence[int]) -> None:
     use_chip(monkeypatch, order)

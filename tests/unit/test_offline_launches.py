@@ -186,7 +186,7 @@ def test_hopper_kernels_get_what_they_ask_for(monkeypatch: pytest.MonkeyPatch, c
         x = BackwardInputs(dout, q, k, v, statistics, statistics, None)
         hopper.launch_hopper_backward((piece,), x, (sums[0], sums[1], sums[2]), 0.1)
         strides = {"lse": statistics, "delta": statistics, "dk": sums[1], "dv": sums[2]}
-        counts = {"kv_heads": heads, "groups": 1, "k_rows": count}
+        counts = {"kv_heads": heads, "groups": 1, "parts": 1, "k_rows": count}
     table = block_table.block_table(
         (piece,), phase == "backward", 128, {"forward": 128, "backward": 64}[phase], q.device
     )

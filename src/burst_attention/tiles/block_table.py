@@ -27,6 +27,8 @@ UNEVEN = 0.75
 MOST_BLOCKS, MOST_GROUPS = 65532, 65535
 """Of one launch: a grid's second and third size may be 65535. A multiple of 4 blocks, so that those of the next launch
 are aligned as the first's are."""
+MOST_PARTS, NEARLY = 4, 1.05
+"""Of the query heads of a key head; and times a share that a core may have."""
 INTERPRETED = 50 * 2**20
 """Bytes of a cache where there is no GPU: that of an H100."""
 
@@ -36,8 +38,12 @@ class BlockTable(NamedTuple):
 
     blocks: Tensor
     entries: Tensor
-    uneven: bool = False
+    uneven: bool
     """Whether some blocks are much lighter than others."""
+    heaviest: int
+    """Rows of the other side that the first block meets."""
+    work: int
+    """And all of them."""
 
     def launches(self, pairs: int, walked: Sequence[Tensor]) -> Iterator[tuple[tuple[int, int, int], Tensor]]:
         """(grid, blocks) of each launch for B * H heads, mostly one; the grid is (heads in turns, blocks, groups).
@@ -64,6 +70,24 @@ class BlockTable(NamedTuple):
         parts = (self.blocks,) if len(self.blocks) <= MOST_BLOCKS else torch.split(self.blocks, MOST_BLOCKS)
         for blocks in parts:
             yield (together, len(blocks), pairs // together), blocks
+
+
+def parts_of_heads(table: BlockTable, pairs: int, heads: int, device: torch.device) -> int:
+    """In how many parts query heads that a program walks over one after the other are better cut, each a program.
+
+    As few as keep the heaviest program from taking longer than all take on average; uncut a block has `pairs` of them.
+    """
+    share = NEARLY * table.work * heads * pairs / _cores(device)
+    fitting = [parts for parts in range(1, min(heads, MOST_PARTS) + 1) if heads % parts == 0]
+    return next((parts for parts in fitting if table.heaviest * heads / parts <= share), fitting[-1])
+
+
+@lru_cache(maxsize=16)
+def _cores(device: torch.device) -> int:
+    """Of a GPU; where there is none, those of an H100."""
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @lru_cache(maxsize=16)
@@ -93,7 +117,8 @@ def block_table(
     table = torch.stack([blocks, last - counts, last], 1)[torch.argsort(work, descending=True, stable=True)]
     uneven = bool(work.double().mean() < UNEVEN * work.max())
     # From pinned memory the copy would need an event to outlive; a blocking copy happens once per table.
-    return BlockTable(table.int().to(device), entries.int().to(device), uneven)
+    heaviest, total = int(work.max()), int(work.sum())
+    return BlockTable(table.int().to(device), entries.int().to(device), uneven, heaviest, total)
 
 
 def _transposed(piece: Piece) -> Piece:

@@ -33,7 +33,7 @@ from burst_attention.tiles.hopper import loadable
 from burst_attention.tiles.policy import active_flash, capability_of
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.start import start
-from burst_attention.tiles.waiting import home_key_rows, in_heads_of, rounds_before
+from burst_attention.tiles.waiting import in_heads_of, rounds_before
 
 KNOWN = ("4.0.0b9",)
 HEAD_DIMS = (64, 128)
@@ -121,7 +121,7 @@ def workspace_bytes(phase: PhasePlan, step: Round, visiting: Bundle | None) -> i
         # A ring of one has no buffers that would be gone: dq is there twice when it ends.
         casts = 2 * sums if phase.topology.size == 1 else 0
         in_place = len(placed & {"dk", "dv"}) if shapes.heads == shapes.kv_heads else 0
-        parts = 2 * home_key_rows(before, step) + (2 - in_place) * keys
+        parts = 2 * _home_key_rows(before, step) + (2 - in_place) * keys
     statistics = 2 * shapes.batch * shapes.heads * (sums + triangles)
     return ((sums + triangles) * 4 + (casts + triangles + parts) * size) * row + 4 * statistics
 
@@ -138,6 +138,12 @@ def _sum_rows(rounds: Iterable[Round], step: Round) -> int:
     """Query rows of different rectangles."""
     ranges = {(p.q_first, p.q_count, other.heads) for other in rounds for p in other.pieces if p.is_full}
     return sum(in_heads_of(step, heads, count) for _, count, heads in ranges)
+
+
+def _home_key_rows(rounds: Iterable[Round], step: Round) -> int:
+    """Rows of home's keys that its own queries were computed with."""
+    at_home = (other for other in rounds if not other.row_count)
+    return sum(in_heads_of(step, other.heads, p.k_count) for other in at_home for p in other.pieces)
 
 
 def add_gradients(piece: Piece, x: BackwardInputs, gradients: Gradients, scale: float) -> None:

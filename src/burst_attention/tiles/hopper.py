@@ -125,17 +125,21 @@ def launch_hopper_backward(
     add: bool = True,
     stages: int = BACKWARD_STAGES,
 ) -> None:
-    """Add pieces to dq, dk and dv, for what `serves_backward` allows; dk and dv are written where not `add`."""
+    """Add pieces to dq, dk and dv, for what `serves_backward` allows; dk and dv are written where not `add`.
+
+    They may have several heads for each of k, which then are parts, one after the other, each of as many query heads.
+    """
     from burst_attention.tiles.hopper_backward import hopper_backward_kernel
 
     dq, dk, dv = gradients
     table = block_table(pieces, True, BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, x.q.device)
-    for grid, blocks in table.launches(x.k.shape[0] * x.k.shape[1], (x.q, x.dout, dq)):
+    heads = dk.shape[1]
+    for grid, blocks in table.launches(x.k.shape[0] * heads, (x.q, x.dout, dq)):
         start_kernel(hopper_backward_kernel, grid)(
             _descriptor(x.q, BACKWARD_BLOCK_Q), _descriptor(x.dout, BACKWARD_BLOCK_Q),
             _descriptor(x.k, BACKWARD_BLOCK_K), _descriptor(x.v, BACKWARD_BLOCK_K),
             _descriptor(dq, BACKWARD_BLOCK_Q, dq.shape[3] // 2), x.lse, x.delta, dk, dv, blocks, table.entries,
             *x.lse.stride(), *x.delta.stride(), *dk.stride()[:3], *dv.stride()[:3],
-            x.k.shape[1], x.q.shape[1] // x.k.shape[1], x.k.shape[2], scale,
+            heads, x.q.shape[1] // heads, heads // x.k.shape[1], x.k.shape[2], scale,
             D=x.q.shape[3], STAGES=stages, ADD=add, num_warps=4,
         )  # fmt: skip

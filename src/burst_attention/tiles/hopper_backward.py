@@ -44,7 +44,7 @@ BLOCK_Q = gl.constexpr(64)
 
 @gluon.jit
 def _load_queries(
-    descriptors, buffers, statistics, blocks_ptr, entries_ptr, kv_heads, groups, scale,
+    descriptors, buffers, statistics, blocks_ptr, entries_ptr, kv_heads, groups, parts, scale,
     D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: keys and values once, then every block of queries with its lse and delta."""
@@ -56,8 +56,8 @@ def _load_queries(
     batch, kv_head = pair_of() // kv_heads, pair_of() % kv_heads
     key = gl.load(line) * (2 * GROUP_ROWS)
     mbarrier.expect(kv_full, 2 * k_desc.block_type.nbytes)
-    load_block(k_desc, [batch, kv_head, key, 0], kv_full, k_smem)
-    load_block(v_desc, [batch, kv_head, key, 0], kv_full, v_smem)
+    load_block(k_desc, [batch, kv_head // parts, key, 0], kv_full, k_smem)
+    load_block(v_desc, [batch, kv_head // parts, key, 0], kv_full, v_smem)
     first, last = gl.load(line + 1), gl.load(line + 2)
     count = 0
     for turn in range(groups * (last - first)):
@@ -204,14 +204,17 @@ def _differentiate(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["kv_heads", "groups", "k_rows"])
+@gluon.jit(do_not_specialize=["kv_heads", "groups", "parts", "k_rows"])
 def hopper_backward_kernel(
     q_desc, dout_desc, k_desc, v_desc, dq_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, blocks_ptr, entries_ptr,
     lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row,
-    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, groups, k_rows, scale,
-    D: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
+    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, groups, parts, k_rows,
+    scale, D: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Adds to dq, and to dk and dv or, if not ADD, writes those. Grid (key heads in turns, blocks of keys, groups)."""
+    """Adds to dq, and to dk and dv or, if not ADD, writes those. Grid (key heads in turns, blocks of keys, groups).
+
+    Key heads are those of dk and dv, each for `groups` query heads. k and v have one for every `parts` of them.
+    """
     DTYPE: gl.constexpr = k_desc.dtype
     q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
     dout_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_Q, D], dout_desc.layout)
@@ -249,7 +252,7 @@ def hopper_backward_kernel(
             (_differentiate, (gl.constexpr(1), buffers, exchange, gradients, blocks_ptr, entries_ptr,
                               kv_heads, groups, k_rows, scale, D, STAGES, DTYPE, ADD)),
             (_load_queries, (descriptors, buffers, statistics, blocks_ptr, entries_ptr,
-                             kv_heads, groups, scale, D, STAGES)),
+                             kv_heads, groups, parts, scale, D, STAGES)),
         ],
         WORKER_WARPS,
         WORKER_REGISTERS,

@@ -17,11 +17,12 @@ from torch import Tensor
 from burst_attention.geometry import Piece, cover_rows
 from burst_attention.lanes import begins
 from burst_attention.schedule import Bundle, PhasePlan, Round
+from burst_attention.tiles.block_table import block_table, parts_of_heads
 from burst_attention.tiles.gpu import DeferringKernel
-from burst_attention.tiles.hopper import launch_hopper_backward, loadable
+from burst_attention.tiles.hopper import BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, launch_hopper_backward, loadable
 from burst_attention.tiles.protocol import Accumulator, BackwardInputs, Gradients
 from burst_attention.tiles.triton_kernel import TritonKernel, opened
-from burst_attention.tiles.waiting import home_key_rows, rounds_before
+from burst_attention.tiles.waiting import in_heads_of, rounds_before
 
 
 class HopperKernel(DeferringKernel, TritonKernel):
@@ -41,8 +42,15 @@ class HopperKernel(DeferringKernel, TritonKernel):
         if phase.phase == "forward" or phase.direction == "query" or not phase.straight:
             return super().workspace_bytes(phase, step, visiting)
         shapes = phase.shapes
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        rows = 0
+        for other in (*rounds_before(phase, step), step):
+            if other.pieces and not other.row_count:
+                parts = key_parts(other.pieces, shapes.batch, shapes.heads, shapes.kv_heads, device)
+                keys = max(piece.k_first + piece.k_count for piece in other.pieces)
+                rows += in_heads_of(step, other.heads, parts * keys)
         row = shapes.batch * shapes.kv_heads * (shapes.head_dim + shapes.value_dim) * shapes.dtype.itemsize
-        return home_key_rows((*rounds_before(phase, step), step), step) * row
+        return rows * row
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         dq, dk, dv = gradients
@@ -50,18 +58,27 @@ class HopperKernel(DeferringKernel, TritonKernel):
             super().backward(pieces, x, gradients, scale)
             return
         x = x._replace(**{name: as_loaded(getattr(x, name)) for name in ("dout", "q", "k", "v")})
-        covered = cover_rows(pieces, x.k.shape[2], keys=True)
+        pieces, covered = tuple(pieces), cover_rows(pieces, x.k.shape[2], keys=True)
         sums = dq.shared()
-        at_home = dk.side_by_side
-        if at_home:
-            keys, add = [new_part(total, like, covered) for total, like in ((dk, x.k), (dv, x.v))], False
-        else:
-            keys, add = opened((dk, dv), covered)
+        if not dk.side_by_side:
+            (to_dk, to_dv), add = opened((dk, dv), covered)
+            begins(x.q)
+            launch_hopper_backward(pieces, x, (sums, to_dk, to_dv), scale, add=add)
+            return
+        parts = key_parts(pieces, x.k.shape[0], x.q.shape[1], x.k.shape[1], x.k.device)
+        to_dk, to_dv = (new_parts(total, like, parts, covered) for total, like in ((dk, x.k), (dv, x.v)))
         begins(x.q)
-        launch_hopper_backward(tuple(pieces), x, (sums, keys[0], keys[1]), scale, add=add)
-        if at_home:
-            dk.add(0, keys[0])
-            dv.add(0, keys[1])
+        launch_hopper_backward(pieces, x, (sums, to_dk, to_dv), scale, add=False)
+        for total, given in ((dk, to_dk), (dv, to_dv)):
+            for part in range(parts):
+                total.add(0, given[:, part::parts])
+
+
+def key_parts(pieces: tuple[Piece, ...], batch: int, heads: int, kv_heads: int, device: torch.device) -> int:
+    """How many parts of dk, and of dv, home's own work gives for each key head."""
+    # Where the table is does not matter: a GPU has one for the launch too.
+    table = block_table(pieces, True, BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, device)
+    return parts_of_heads(table, batch * kv_heads, heads // kv_heads, device)
 
 
 def as_loaded(x: Tensor) -> Tensor:
@@ -69,7 +86,12 @@ def as_loaded(x: Tensor) -> Tensor:
     return x if loadable(x) else x.contiguous()
 
 
-def new_part(total: Accumulator, like: Tensor, covered: bool) -> Tensor:
-    """Room for a part of a gradient, in the dtype of the inputs: zeros where a kernel does not write every row."""
-    total.make_room(like.shape[2])
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device) if covered else torch.zeros_like(like)
+def new_parts(total: Accumulator, like: Tensor, parts: int, covered: bool) -> Tensor:
+    """Room for parts of a gradient, those of a key head one after the other, in the dtype of the inputs.
+
+    Zeros where a kernel does not write every row.
+    """
+    batch, heads, rows, dim = like.shape
+    total.make_room(parts * rows)
+    make = torch.empty if covered else torch.zeros
+    return make(batch, heads * parts, rows, dim, dtype=like.dtype, device=like.device)

@@ -1,8 +1,6 @@
-"""How many rows kernels leave to wait, for the plan's memory: parts of gradients that are taken in later."""
+"""What kernels ask of a plan to say how many parts of gradients they leave to wait, to be taken in later."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from burst_attention.schedule import PhasePlan, Round
 from burst_attention.schedule.bundles import Heads
@@ -11,12 +9,6 @@ from burst_attention.schedule.bundles import Heads
 def rounds_before(phase: PhasePlan, step: Round) -> tuple[Round, ...]:
     """Those of the rank that a round is of."""
     return next(rounds[: step.index] for rounds in phase.rounds if rounds[step.index] == step)
-
-
-def home_key_rows(rounds: Iterable[Round], step: Round) -> int:
-    """Rows of home's keys that its own queries were computed with."""
-    at_home = (other for other in rounds if not other.row_count)
-    return sum(in_heads_of(step, other.heads, p.k_count) for other in at_home for p in other.pieces)
 
 
 def in_heads_of(step: Round, heads: Heads | None, rows: int) -> int:
