@@ -69,6 +69,19 @@ def disassembled(binary: Path) -> str:
     return subprocess.run([tool, "-sass", binary], capture_output=True, text=True, check=True).stdout
 
 
+def serialized(kernel: Any, folder: Path) -> list[str]:
+    """Where the compiler has products of matrices wait for each other, as it says itself."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    if not tool.exists():
+        pytest.skip("this triton has no assembler")
+    source = folder / "kernel.ptx"
+    source.write_text(kernel.asm["ptx"])
+    command = [tool, "-v", "--gpu-name=sm_90a", source, "-o", folder / "assembled.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Compiling entry function" in said.stderr + said.stdout
+    return re.findall(r"\(C75\d\d\).*", said.stderr + said.stdout)
+
+
 def spilled(kernel: Any, folder: Path) -> int:
     """Instructions that move registers to and from local memory."""
     return spills(machine_code(kernel, folder))
@@ -170,13 +183,14 @@ def test_the_hopper_forward_uses_the_chip_and_spills_nothing(carried: bool, tmp_
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
         assert instruction in kernel.asm["ptx"], instruction
     assert spills_nothing(kernel, tmp_path)
+    assert not serialized(kernel, tmp_path)
     require_ordered_dispatch(kernel)
     require_places(kernel)
 
 
 @pytest.mark.parametrize("keys", ["*fp32", "*bf16"])
 @pytest.mark.parametrize("add", [False, True], ids=["written", "added"])
-def test_the_hopper_backward_uses_the_chip(add: bool, keys: str) -> None:
+def test_the_hopper_backward_uses_the_chip(add: bool, keys: str, tmp_path: Path) -> None:
     """With gradients of keys in fp32, or as they travel."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -189,6 +203,7 @@ def test_the_hopper_backward_uses_the_chip(add: bool, keys: str) -> None:
     kernel = compiled(hopper_backward_kernel, GluonASTSource, types, constants, 90, 4)
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "setmaxnreg"):
         assert instruction in kernel.asm["ptx"], instruction
+    assert not serialized(kernel, tmp_path)
     require_ordered_dispatch(kernel)
     require_places(kernel)
 

@@ -99,6 +99,16 @@ def _add_rows(
 
 
 @gluon.jit
+def _in_registers_of_their_own(x):
+    """The same numbers, where some are alike too.
+
+    Products begin in these registers. Of numbers that are alike there would be copies, made between one product and the
+    next, and before them the compiler would have the first one end (its message C7517).
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _weigh(
     k, v, q, dout, lse, delta, masked, seen, start, scale,
     LAYOUT: gl.constexpr, A_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
@@ -107,8 +117,8 @@ def _weigh(
     COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     # The products begin at -lse and -delta, which then need no registers of their own.
     zeros = gl.zeros([GROUP_ROWS, BLOCK_Q], gl.float32, LAYOUT)
-    less_lse = zeros + lse.load(COLUMNS)[None, :]
-    less_delta = zeros + delta.load(COLUMNS)[None, :]
+    less_lse = _in_registers_of_their_own(zeros + lse.load(COLUMNS)[None, :])
+    less_delta = _in_registers_of_their_own(zeros + delta.load(COLUMNS)[None, :])
     scores = warpgroup_mma(k, q.permute((1, 0)), less_lse, is_async=True)
     dweights = warpgroup_mma(v, dout.permute((1, 0)), less_delta, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
