@@ -43,12 +43,16 @@ def test_forward(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_heads", "packed"), [(BF16, 4, False), (FP16, 4, True), (BF16, 2, True), (FP16, 1, False)], ids=str
+    ("dtype", "dim", "kv_heads", "packed"),
+    [(BF16, 128, 4, False), (FP16, 128, 4, True), (BF16, 64, 2, True), (FP16, 128, 1, False)],
+    ids=str,
 )
 @pytest.mark.parametrize("name", PIECES)
-def test_backward(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, kv_heads: int, packed: bool) -> None:
+def test_backward(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, dim: int, kv_heads: int, packed: bool
+) -> None:
     use_chip(monkeypatch)
-    tile = make_tile(name, dtype, 128, 128, kv_heads, packed, "cpu", BATCH.get(name, 2))
+    tile = make_tile(name, dtype, dim, dim, kv_heads, packed, "cpu", BATCH.get(name, 2))
     check_backward(tile, PIECES[name])
 
 

@@ -188,18 +188,19 @@ def test_the_hopper_forward_uses_the_chip_and_spills_nothing(carried: bool, tmp_
     require_places(kernel)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("keys", ["*fp32", "*bf16"])
 @pytest.mark.parametrize("add", [False, True], ids=["written", "added"])
-def test_the_hopper_backward_uses_the_chip(add: bool, keys: str, tmp_path: Path) -> None:
+def test_the_hopper_backward_uses_the_chip(add: bool, keys: str, dim: int, tmp_path: Path) -> None:
     """With gradients of keys in fp32, or as they travel."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from burst_attention.tiles.hopper_backward import hopper_backward_kernel
 
-    types = {"q_desc": descriptor(64, 128), "dout_desc": descriptor(64, 128)}
-    types |= {"k_desc": descriptor(128, 128), "v_desc": descriptor(128, 128)}
-    types |= {"dq_desc": descriptor(64, 64, "fp32"), "dk_ptr": keys, "dv_ptr": keys}
-    constants = {"D": 128, "STAGES": 3, "ADD": add}
+    types = {"q_desc": descriptor(64, dim), "dout_desc": descriptor(64, dim)}
+    types |= {"k_desc": descriptor(128, dim), "v_desc": descriptor(128, dim)}
+    types |= {"dq_desc": descriptor(64, dim // 2, "fp32"), "dk_ptr": keys, "dv_ptr": keys}
+    constants = {"D": dim, "STAGES": 3, "ADD": add}
     kernel = compiled(hopper_backward_kernel, GluonASTSource, types, constants, 90, 4)
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "setmaxnreg"):
         assert instruction in kernel.asm["ptx"], instruction

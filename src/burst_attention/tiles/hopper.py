@@ -21,7 +21,7 @@ from burst_attention.tiles.start import start_kernel
 BLOCK_Q = 128
 STAGES = 2
 DIMS = (64, 128)
-BACKWARD_DIM = 128
+"""Of heads. Backward takes values of the same alone."""
 BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q = 128, 64
 BACKWARD_STAGES = 3
 ALIGNMENT = 16
@@ -58,7 +58,7 @@ def serves_backward(x: BackwardInputs, scale: float) -> bool:
     """
     if torch.are_deterministic_algorithms_enabled() or not has_async_add():
         return False
-    return x.q.shape[3] == x.v.shape[3] == BACKWARD_DIM and _served((x.q, x.k, x.v, x.dout), scale)
+    return x.q.shape[3] == x.v.shape[3] and x.q.shape[3] in DIMS and _served((x.q, x.k, x.v, x.dout), scale)
 
 
 def _served(tensors: tuple[Tensor, ...], scale: float) -> bool:

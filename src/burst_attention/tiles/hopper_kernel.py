@@ -26,7 +26,7 @@ from burst_attention.tiles.waiting import in_heads_of, rounds_before
 
 
 class HopperKernel(DeferringKernel, TritonKernel):
-    """Any pieces, in 16 bits and with head dim 128: what the kernel in hopper_backward.py takes."""
+    """Any pieces, in 16 bits and with head dims 64 and 128: what the kernel in hopper_backward.py takes."""
 
     name = "hopper"
 

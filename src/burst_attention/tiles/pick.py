@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 
 from burst_attention.tiles.cpu_flash import CpuFlashKernel
-from burst_attention.tiles.hopper import BACKWARD_DIM, has_async_add, has_gluon
+from burst_attention.tiles.hopper import DIMS, has_async_add, has_gluon
 from burst_attention.tiles.plain import PlainKernel
 from burst_attention.tiles.policy import PLANNED_FOR, active_flash, capability_of, cudnn_takes, flash2_trains, runs_on
 from burst_attention.tiles.protocol import TileKernel
@@ -103,8 +103,9 @@ def _hopper_refusal(request: TileRequest) -> str | None:
         return refusal
     if request.dtype == torch.float32:
         return "it serves bfloat16 and float16, the tensors are torch.float32"
-    if not request.head_dim == request.value_dim == BACKWARD_DIM:
-        return f"it serves head dim {BACKWARD_DIM}, got {request.head_dim} and {request.value_dim}"
+    if request.head_dim != request.value_dim or request.head_dim not in DIMS:
+        dims = " and ".join(map(str, DIMS))
+        return f"it serves head dims {dims}, got {request.head_dim} for q, k and {request.value_dim} for v"
     if request.scale <= 0:
         return f"it needs a positive scale, got {request.scale}"
     chip = capability_of(None) or PLANNED_FOR[0]
