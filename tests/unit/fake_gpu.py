@@ -12,7 +12,7 @@ import torch
 
 from burst_attention import lanes, ops
 from burst_attention.ring import threads
-from burst_attention.tiles import flash4, fused, gpu, hopper_kernel, triton_kernel, vendor
+from burst_attention.tiles import cuda, flash4, fused, gpu, hopper_kernel, triton_kernel, vendor
 from tests.unit import gpu_kernels_in_torch as in_torch
 from tests.unit.stream_order import Machine, Written
 
@@ -112,13 +112,13 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
 
 KERNELS: dict[str, Callable[[], gpu.GpuKernel]] = {
     "FA4": vendor.FlashKernel, "cuDNN": CudnnInTorch, "hopper": hopper_kernel.HopperKernel,
-    "triton": triton_kernel.TritonKernel,
+    "triton": triton_kernel.TritonKernel, "cuda": cuda.CudaKernel,
 }  # fmt: skip
 
 
 def use_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> gpu.GpuKernel:
     """Have calls take FlashAttention-4 by itself ("FA4"), cuDNN ("cuDNN"), or our own as they are called."""
-    if name == "hopper":
+    if name in ("hopper", "cuda"):
         # Tests ask for deterministic algorithms, which the plain kernels serve.
         monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: False)
     tiles = KERNELS[name]()

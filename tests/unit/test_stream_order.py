@@ -35,7 +35,7 @@ from burst_attention.schedule import plan as planning
 from tests.unit.stream_order import Machine
 
 pytest.importorskip("triton")
-from burst_attention.tiles import flash4, fused, gpu, hopper, hopper_kernel, protocol, vendor
+from burst_attention.tiles import cuda, flash4, fused, gpu, hopper, hopper_kernel, policy, protocol, vendor
 from tests.unit import fake_gpu, gluon_on_cpu
 
 HEADS, DIM = 4, 16
@@ -133,6 +133,19 @@ def test_our_kernel_for_hopper_is_in_order_with_any_mask(
     monkeypatch.setattr(f"{__name__}.HEADS", heads)
     assert run(monkeypatch, machine, "hopper", 4, mask, kv_heads) >= 2 * 4
     assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
+
+
+@pytest.mark.parametrize("mask", ["causal", "window"])
+def test_the_policy_may_name_our_kernel_for_hopper(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, mask: str
+) -> None:
+    """Beside another for forward; by itself it is what it is by name."""
+    row = policy.Row("hopper", lambda case: case.phase == "backward", "for a test")
+    monkeypatch.setattr(policy, "CHOICES", (row, *policy.CHOICES[-1:]))
+    cuda._chosen_by.cache_clear()
+    assert run(monkeypatch, machine, "cuda", 3, mask, 2) >= 2 * 3
+    assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
+    cuda._chosen_by.cache_clear()
 
 
 @pytest.mark.parametrize(("mask", "kv_heads"), [("causal", 4), ("full", 2)])
