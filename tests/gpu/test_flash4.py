@@ -20,6 +20,7 @@ from tests.single_tiles import ERROR, Tile, relative
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")]
+MANY_ROWS = 4096
 PIECES = {
     "rectangles": (full_piece(0, 300, 0, 260), full_piece(0, 300, 260, 277), full_piece(30, 270, 537, 263)),
     "triangle": (Piece(0, 333, 0, 333, 0, 333),),
@@ -91,9 +92,9 @@ def test_gradients(name: str, dim: int, dtype: torch.dtype, batch: int, kv_heads
 def test_blocks_of_many_heads_in_turns(batch: int, heads: int, kv_heads: int) -> None:
     """A large triangle's longest blocks go first, of as many heads at once as fit the cache: 8, then those left."""
     torch.manual_seed(0)
-    shapes = [(batch, count, 4096, 128) for count in (heads, kv_heads, kv_heads, heads)]
+    shapes = [(batch, count, MANY_ROWS, 128) for count in (heads, kv_heads, kv_heads, heads)]
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
-    allowed = torch.ones(4096, 4096, dtype=torch.bool, device="cuda").tril()
+    allowed = torch.ones(MANY_ROWS, MANY_ROWS, dtype=torch.bool, device="cuda").tril()
     wanted: list[list[Tensor]] = [[], [], []]
     found = [torch.empty(shape[:3], device="cuda") for shape in (q.shape, q.shape)]
     per_key = heads // kv_heads
@@ -109,7 +110,9 @@ def test_blocks_of_many_heads_in_turns(batch: int, heads: int, kv_heads: int) ->
             for whole, part in zip(wanted, gradients, strict=True):
                 whole.append(part.float())
     tile = Tile(q, k, v, dout, allowed, 0.1)
-    for gradient, parts in zip(gradients_of(tile, (Piece(0, 4096, 0, 4096, 0, 4096),), *found), wanted, strict=True):
+    for gradient, parts in zip(
+        gradients_of(tile, (Piece(0, MANY_ROWS, 0, MANY_ROWS, 0, MANY_ROWS),), *found), wanted, strict=True
+    ):
         assert relative(gradient, torch.cat(parts).view(gradient.shape).double()) < 2 * ERROR[torch.bfloat16]
 
 

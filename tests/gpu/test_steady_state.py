@@ -17,6 +17,7 @@ from burst_attention.ring.lone import LoneRing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+TOKENS = 8192
 CASE = TaxCase(ranks=8, tokens_per_rank=2048, heads=4, kv_heads=4)
 
 
@@ -131,8 +132,8 @@ def test_our_kernels_allocate_nothing(dim: int) -> None:
 
 def two_runs(kernel: str) -> list[tuple[Tensor, ...]]:
     """What every rank of a ring of four threads got in its first and its second run, the one after the other."""
-    q, k, v, dout = made_inputs(TaxCase(heads=4, kv_heads=2), 8192)
-    layout = Layout.zigzag(8192, 4)
+    q, k, v, dout = made_inputs(TaxCase(heads=4, kv_heads=2), TOKENS)
+    layout = Layout.zigzag(TOKENS, 4)
 
     def body(ring: Ring) -> list[tuple[Tensor, ...]]:
         leaves = [layout.shard(x, ring.rank, 2).detach().requires_grad_() for x in (q, k, v)]

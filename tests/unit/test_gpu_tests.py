@@ -1,0 +1,28 @@
+"""Tests of tests/gpu, as they are, on the GPU that is not there: what they ask of the library is still there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+from tests.interpreters import environment
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "fewest"),
+    [("lanes_on_cuda", "not 16", 12), ("steady_state", "", 14), ("flash4", "", 87)],
+    ids=lambda value: str(value) if isinstance(value, str) else "",
+)
+def test_they_pass_where_there_is_no_gpu(name: str, chosen: str, fewest: int) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "tests.pretended_cuda", f"tests/gpu/test_{name}.py", "-k", chosen]
+    ran = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", ran.stdout)
+    assert passed and int(passed[1]) >= fewest and "skipped" not in ran.stdout, ran.stdout[-2000:]
