@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import attention
 
 from burst_attention import api, ops
@@ -24,6 +25,8 @@ from tests.unit import gpu_kernels_in_torch as in_torch
 FACTORIES = ("zeros", "ones", "empty", "full", "randn", "tensor", "arange")
 NAMES = {"auto": "FA4", "flash": "FA4", "cudnn": "cuDNN", "hopper": "hopper", "triton": "triton"}
 """Kernels as a call names them, and as fake_gpu.py does."""
+BY_POLICY = ("test_exactness_on_cuda", "test_threads_on_cuda")
+"""Modules whose "auto" is what users get: a kernel for each piece."""
 HOPPER = (9, 0)
 ALLOCATOR = {"num_device_alloc": 0, "allocation.all.allocated": 0}
 SMALLER: dict[str, dict[str, Callable[[Any], Any]]] = {
@@ -49,8 +52,21 @@ def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+def stays(move: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`Tensor.to` where the way to a GPU is a way to nowhere."""
+
+    def to(x: Tensor, *given: Any, **options: Any) -> Tensor:
+        kept = [place for place in given if not str(place).startswith("cuda")]
+        options = {name: value for name, value in options.items() if not str(value).startswith("cuda")}
+        return move(x, *kept, **options) if kept or options else x
+
+    return to
+
+
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that tests ask of torch beside streams."""
+    monkeypatch.setattr(Tensor, "to", stays(Tensor.to))
+    monkeypatch.setattr(Tensor, "cuda", lambda x: x)
     for name in FACTORIES:
         monkeypatch.setattr(torch, name, on_cpu(getattr(torch, name)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: HOPPER)
@@ -69,15 +85,19 @@ def pytest_configure() -> None:
     torch.cuda.get_device_capability = lambda device=None: HOPPER
 
 
+def name_of(module: Any) -> str:
+    return str(module.__name__.rpartition(".")[2])
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for module in {item.getparent(pytest.Module) for item in items}:
         assert module is not None
-        for name, smaller in SMALLER.get(module.obj.__name__.rpartition(".")[2], {}).items():
+        for name, smaller in SMALLER.get(name_of(module.obj), {}).items():
             setattr(module.obj, name, smaller(getattr(module.obj, name)))
 
 
 @pytest.fixture(autouse=True)
-def pretended() -> Iterator[None]:
+def pretended(request: pytest.FixtureRequest) -> Iterator[None]:
     serves, serves_backward = flash4.serves, flash4.serves_backward
     make_options = api.make_options
     # Not the test's own, which it may undo.
@@ -86,9 +106,11 @@ def pretended() -> Iterator[None]:
         pretend(monkeypatch)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: False)
-        kernels = {name: make() for name, make in fake_gpu.KERNELS.items()}
+        kernels: dict[str, Any] = {name: make() for name, make in fake_gpu.KERNELS.items()}
+        kernels["cuda"].kernels["cudnn"] = kernels["cuDNN"]
+        names = NAMES | ({"auto": "cuda"} if name_of(request.module) in BY_POLICY else {})
         for module in (api, ops):
-            monkeypatch.setattr(module, "pick_kernel", lambda name, request: kernels[NAMES[name]])
+            monkeypatch.setattr(module, "pick_kernel", lambda name, request: kernels[names[name]])
         monkeypatch.setattr(api, "make_options", lambda **options: make_options(**options | {"device_type": "cuda"}))
         monkeypatch.setattr(flash4, "is_there", lambda device=None: flash4.installed_version() in flash4.KNOWN)
         monkeypatch.setattr(flash4, "serves", serves)

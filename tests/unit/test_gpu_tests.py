@@ -17,7 +17,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     ("name", "chosen", "fewest"),
-    [("lanes_on_cuda", "not 16", 12), ("steady_state", "", 14), ("flash4", "", 87)],
+    [
+        ("lanes_on_cuda", "not 16", 12),
+        ("steady_state", "", 14),
+        ("flash4", "", 87),
+        ("threads_on_cuda", "", 72),
+        ("exactness_on_cuda", "cover and (0 or 5)", 4),
+    ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )
 def test_they_pass_where_there_is_no_gpu(name: str, chosen: str, fewest: int) -> None:
