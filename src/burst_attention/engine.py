@@ -73,11 +73,14 @@ class RankSetup:
     packed: tuple[Rows, ...]
     """By round, the rows of its own block that it packs and sends."""
     in_parts: bool
-    """Whether on a GPU no round reads, or adds to, what another has written, if parts at home wait.
+    """Whether on a GPU no round waits for what another has written, if parts at home wait.
 
-    Our own kernel adds to a state or a gradient; so does a visitor to what comes from another. Row statistics that
-    travel are laid out for every round in one place.
+    Our own kernel continues a state, or adds to a gradient; so does a visitor to what comes from another. (All rounds
+    may add at once to one that is `Accumulator.shared`.) Row statistics that travel are laid out for every round in one
+    place.
     """
+    one_launch: bool
+    """Whether a round's pieces need no turns of their own."""
     leaves_room: bool
     last_halves: tuple[Heads, Heads] | None
     """Of the last visitors, where what they leave is ended beside them."""
@@ -110,6 +113,7 @@ def _make_setup(plan: PhasePlan, rank: int, kernel: TileKernel, scale: float) ->
         computed=computed,
         packed=tuple(plan.packed_at_home(rank, step) for step in rounds),
         in_parts=apart and all(kernel.gives_parts(plan, step, scale) for step in steps),
+        one_launch=all(kernel.one_launch(plan, step, scale) for step in steps),
         leaves_room=all(kernel.leaves_room(plan, step, scale) for step in steps),
         last_halves=plan.last_halves(rank, kernel, scale) if apart else None,
         last_partials=kernel.partials(plan, steps[-1], scale) if steps else 0,
@@ -368,7 +372,7 @@ class PhaseRun:
 
         On one lane the second of two would be overtaken by the round after them.
         """
-        if self.lanes.streams and len(step.pieces) > 1:
+        if self.lanes.streams and len(step.pieces) > 1 and not self.setup.one_launch:
             pieces = sorted(step.pieces, key=lambda piece: piece.k_first)
             edges = [0, *(piece.k_first for piece in pieces[1:]), step.row_count]
             if all(piece.k_first + piece.k_count <= edge for piece, edge in zip(pieces, edges[1:], strict=True)):

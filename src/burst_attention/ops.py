@@ -264,7 +264,8 @@ def saves_sums(
     if backward is None or backward.topology.size == 1 or forward.direction == "query":
         return False
     # Keys visit in forward as they would in backward: where a mask needs our own kernels, that is seen without a plan.
-    if not all(kernel.gives_parts(backward, step, scale) for steps in forward.rounds for step in steps if step.pieces):
+    of_keys = replace(backward, direction="kv")
+    if not all(kernel.gives_parts(of_keys, step, scale) for steps in forward.rounds for step in steps if step.pieces):
         return False
     phase = build_plan(*narrow).phase("backward")
     rounds = [step for steps in phase.rounds for step in steps if step.pieces]

@@ -10,7 +10,7 @@ import torch
 
 from burst_attention.tiles import BackwardInputs
 from burst_attention.tiles import block_table as block_tables
-from burst_attention.tiles.hopper import serves_backward, serves_forward
+from burst_attention.tiles.hopper import DIMS, serves_backward, serves_forward
 from tests.single_tiles import (
     ERROR,
     PIECES,
@@ -18,6 +18,7 @@ from tests.single_tiles import (
     check_backward,
     check_begun_and_ended,
     check_forward,
+    check_parts_as_they_wait,
     make_tile,
 )
 
@@ -43,7 +44,7 @@ def test_forward(name: str, dtype: torch.dtype, dim: int, value_dim: int, packed
 @pytest.mark.parametrize("name", PIECES)
 def test_backward(name: str, dtype: torch.dtype, dim: int, kv_heads: int, packed: bool) -> None:
     tile = make_tile(name, dtype, dim, dim, kv_heads, packed)
-    assert serves_backward(backward_inputs(tile), tile.scale)
+    assert serves_backward(backward_inputs(tile), tile.scale, DIMS)
     check_backward(tile, PIECES[name])
 
 
@@ -51,6 +52,7 @@ def test_backward(name: str, dtype: torch.dtype, dim: int, kv_heads: int, packed
 def test_a_key_head_in_parts(kv_heads: int, parts: int) -> None:
     tile = make_tile("documents", torch.bfloat16, 128, 128, kv_heads, False)
     check_backward(tile, PIECES["documents"], parts)
+    check_parts_as_they_wait(tile, PIECES["documents"], parts)
 
 
 @pytest.mark.parametrize(("heads", "blocks"), [(1, 9), (2, 9), (4, 1), (8, 9)])
@@ -73,6 +75,6 @@ def test_deterministic_algorithms_are_left_to_the_deterministic_kernel() -> None
     inputs = BackwardInputs(tile.dout, tile.q, tile.k, tile.v, rows, rows, None)
     torch.use_deterministic_algorithms(True)
     try:
-        assert not serves_backward(inputs, tile.scale)
+        assert not serves_backward(inputs, tile.scale, DIMS)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -82,6 +82,10 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
         read = (q, k, v, state[:3] if more.get("load", True) else ())
         return {"read": read, "write": more.get("finished") or state[:3]}
 
+    def adds_some(_: Any, pieces: Any, x: Any, *rest: Any, add: bool = True) -> dict[str, Any]:
+        *written, _scale = rest
+        return {"read": (tuple(x)[:6], written if add else ()), "write": written}
+
     def makes(made: Any, *read: Any) -> dict[str, Any]:
         return {"made": made, "read": read}
 
@@ -96,7 +100,9 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     replace(in_torch.continue_state, continues, (triton_kernel, "launch_fastest_forward"))
     launches = (hopper_kernel, "launch_hopper_backward"), (triton_kernel, "launch_hopper_backward")
     replace(in_torch.add_gradients, adds, *launches)
-    monkeypatch.setattr(triton_kernel, "serves_backward", lambda x, scale: True)
+    replace(in_torch.add_key_gradients, adds_some, (triton_kernel, "launch_key_gradients"))
+    replace(in_torch.add_query_gradients, adds_some, (triton_kernel, "launch_query_gradients"))
+    monkeypatch.setattr(triton_kernel, "serves_backward", lambda x, scale, dims: True)
     statistics = machine.kernel(in_torch.statistics, lays_out)
     monkeypatch.setattr(fused, "_statistics_kernel", defaultdict(lambda: statistics))  # by any grid
     replace(in_torch.merge_partials, merges, (gpu, "merge_partials"), (vendor, "merge_partials"))

@@ -51,8 +51,20 @@ class Pointer:
         size = self.tensor.untyped_storage().nbytes() // self.tensor.element_size()
         return self.tensor.as_strided((size,), (1,), 0)
 
+    def _of_this_program(self, places: Tensor, stores: bool) -> None:
+        """Programs come in any order, and may run at once: none touches what another has stored."""
+        key = self.tensor.untyped_storage().data_ptr(), self.tensor.dtype
+        writers = Program.writers.get(key)
+        if writers is None:
+            writers = Program.writers[key] = torch.zeros(self._memory().numel(), dtype=torch.int64)
+        found = writers[places]
+        assert ((found == 0) | (found == Program.number)).all(), "two programs touch one place"
+        if stores:
+            writers[places] = Program.number
+
     def load(self, mask: Tensor | None = None, other: float = torch.nan) -> Tensor:
         places, wanted = self.places(mask)
+        self._of_this_program(places, stores=False)
         found = torch.full(self.at.shape, other if self.tensor.is_floating_point() else 0, dtype=self.tensor.dtype)
         found[wanted] = self._memory()[places]
         return found
@@ -60,6 +72,7 @@ class Pointer:
     def store(self, value: Tensor, mask: Tensor | None = None) -> None:
         places, wanted = self.places(mask)
         assert len(places.unique()) == len(places), "two threads store to one place"
+        self._of_this_program(places, stores=True)
         self._memory()[places] = value.broadcast_to(self.at.shape)[wanted].to(self.tensor.dtype)
 
 
@@ -69,6 +82,10 @@ class Program:
     at: tuple[int, ...] = (0, 0, 0)
     grid: tuple[int, ...] = (1, 1, 1)
     order: Sequence[int] = ORDERS[0]
+    number: int = 0
+    """Of its launch, from 1 on."""
+    writers: dict[tuple[int, torch.dtype], Tensor] = {}  # noqa: RUF012
+    """By memory, which program of the launch has stored each number."""
     runs = threading.Lock()
     """Ranks that are threads share the chip."""
 
@@ -196,9 +213,11 @@ def start(kernel: Callable[..., None], grid: tuple[int, ...]) -> Callable[..., N
         assert num_warps == 4
         given = [Pointer(x) if isinstance(x, Tensor) else x for x in arguments]
         with Program.runs:
-            Program.grid = grid
+            Program.grid, Program.number = grid, 0
+            Program.writers.clear()
             for z, y, x in itertools.product(*(range(size) for size in reversed(grid))):
                 Program.at = x, y, z
+                Program.number += 1
                 kernel(*given, **options)
 
     return launch

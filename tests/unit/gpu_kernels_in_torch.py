@@ -97,6 +97,7 @@ def add_gradients(
 ) -> None:
     """Our backward for Hopper, on any pieces: adds to dq, and to dk and dv or, if not `add`, writes those."""
     dq, dk, dv = gradients
+    assert dq.dtype == torch.float32
     sums = torch.zeros(dk.shape), torch.zeros(dv.shape)
     for piece in pieces:
         queries, keys = rows_of(piece)
@@ -108,6 +109,22 @@ def add_gradients(
             total[:, :, keys] += part.unflatten(1, (dk.shape[1], -1)).sum(2)
     for total, part in zip((dk, dv), sums, strict=True):
         total.copy_(total + part if add else part)
+
+
+def add_key_gradients(
+    pieces: Sequence[Piece], x: BackwardInputs, dk: Tensor | None, dv: Tensor | None, scale: float, add: bool = True
+) -> None:
+    """One of our plain kernels."""
+    others = (torch.zeros(part.shape) for part in (x.q, x.k, x.v))
+    dq, *keys = (other if wanted is None else wanted for wanted, other in zip((None, dk, dv), others, strict=True))
+    add_gradients(pieces, x, (dq, keys[0], keys[1]), scale, add)
+
+
+def add_query_gradients(pieces: Sequence[Piece], x: BackwardInputs, dq: Tensor, scale: float, add: bool = True) -> None:
+    """The other."""
+    sums = torch.zeros(dq.shape)
+    add_gradients(pieces, x, (sums, torch.zeros(x.k.shape), torch.zeros(x.v.shape)), scale)
+    dq.copy_(dq + sums if add else sums)
 
 
 def _per_query(x: Tensor, q: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ after those before it by way of a barrier, a wait or a fence. So a race is found
     a product       has waited for its own products
     an addition     has waited for its own stores
 
-Products and the copy engine see what a group stored only behind a fence. What is not judged: registers and layouts
+Products and the copy engine see what a group stored only behind a fence. Programs run one after another, and none may
+load or store what another of its launch has stored (gluon_on_cpu.py). What is not judged: registers and layouts
 (test_offline_compile.py), and threads of one group among themselves.
 """
 
@@ -310,7 +311,7 @@ def add_block(desc: Descriptor, places: Sequence[int], memory: Memory) -> None:
     group = current()
     group.additions += 1
     memory.touch(group.clock, ("addition of", group), group.additions, writes=False, by_engine=True)
-    assert tuple(memory.values.shape) == desc.block_type.shape
+    assert tuple(memory.values.shape) == desc.block_type.shape and memory.values.dtype == desc.dtype
     part, _ = desc.block(places)
     part += memory.values[0, 0, : part.shape[0]]
 

@@ -157,6 +157,11 @@ class Machine:
     def _access(self, stream: Stream, kind: str, tensor: Tensor, number: int, name: str) -> None:
         if not tensor.numel():
             return
+        if tensor.dim() > 1 and tensor.shape[0] > 1 and not tensor.is_contiguous():
+            # Between the heads of one batch entry and of the next lie those of others.
+            for entry in tensor.unbind():
+                self._access(stream, kind, entry, number, name)
+            return
         first = tensor.storage_offset() * tensor.itemsize
         length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         mine = Access(kind, first, first + length * tensor.itemsize, stream.cuda_stream, number, name)

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from burst_attention.tiles import block_table as block_tables
-from tests.single_tiles import PIECES, check_backward, check_begun_and_ended, check_forward, make_tile
+from tests.single_tiles import (
+    PIECES,
+    check_backward,
+    check_begun_and_ended,
+    check_forward,
+    check_parts_as_they_wait,
+    make_tile,
+)
 from tests.unit.gluon_on_cpu import BACKWARD, FORWARD, ORDERS, source_of, use_chip
 from tests.unit.hopper_chip import WrongOrderError
 
@@ -62,6 +69,7 @@ def test_a_key_head_in_parts(monkeypatch: pytest.MonkeyPatch, kv_heads: int, par
     use_chip(monkeypatch)
     tile = make_tile("two-pieces", BF16, 128, 128, kv_heads, False, "cpu")
     check_backward(tile, PIECES["two-pieces"], parts)
+    check_parts_as_they_wait(tile, PIECES["two-pieces"], parts)
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)

@@ -12,6 +12,7 @@ import torch
 from burst_attention import Layout, Ring, burst_attention, causal, full, ops, plan, run_ranks, window
 from burst_attention.options import make_options
 from burst_attention.schedule import PhasePlan, Round, Shapes, build_plan
+from burst_attention.tiles import TileRequest, pick_kernel
 from burst_attention.tiles.plain import PlainKernel
 
 pytest.importorskip("triton", reason="without it other kernels are planned for")
@@ -54,8 +55,20 @@ def test_gradients_of_keys_go_straight_home_as_the_kernel_gives_them(
 
 @pytest.mark.parametrize("mask", [causal(), causal() & window(1000)], ids=str)
 def test_our_backward_for_hopper_by_name_gives_gradients_of_any_mask_as_they_travel(mask: Any) -> None:
-    assert backward(kernel="hopper", mask=mask, kv_heads=2).straight
+    """Where queries would move in a chain, and where keys would."""
+    for kv_heads in (2, 8):
+        assert backward(kernel="hopper", mask=mask, kv_heads=kv_heads).straight
     assert not backward(kernel="hopper", mask=mask, requires_grad="kv").straight
+
+
+@pytest.mark.parametrize("kernel", ["hopper", "triton"])
+def test_gradients_of_visiting_queries_are_summed_in_fp32(kernel: str) -> None:
+    """In the kernel, which adds to them; they are rounded when they are sent."""
+    options: dict[str, Any] = {"results": "straight", "wire_dtype": torch.bfloat16, "direction": "query"}
+    found = backward(kernel=kernel, **options)
+    tiles = pick_kernel(kernel, TileRequest("cuda", torch.bfloat16, 128, 128))
+    assert [field.dtype for field in found.results.fields] == [torch.bfloat16]
+    assert [field.dtype for field in found.computed_results(1, tiles, 1.0).fields] == [torch.float32]
 
 
 @pytest.mark.parametrize(

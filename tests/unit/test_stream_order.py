@@ -73,27 +73,30 @@ def run(
     mask_name: str,
     kv_heads: int,
     options: dict[str, Any] = STRAIGHT,
+    batch: int = 1,
+    needs: str = "qkv",
+    layout_name: str = "zigzag",
 ) -> int:
     """Two calls on each rank, the second in memory of the first; returns how many turns lanes had."""
     fake_gpu.use_kernel(monkeypatch, kernel)
     monkeypatch.setattr("burst_attention.engine.Lanes", CountedLanes)
     CountedLanes.turns_of_all.clear()
     tokens, mask = 16 * ranks, MASKS[mask_name]
-    layout, generator = Layout.zigzag(tokens, ranks), torch.Generator().manual_seed(0)
+    layout, generator = Layout(layout_name, tokens, ranks), torch.Generator().manual_seed(0)
     heads = HEADS, kv_heads, kv_heads, HEADS
-    tensors = [torch.randn(1, count, tokens, DIM, generator=generator).half() for count in heads]
+    tensors = [torch.randn(batch, count, tokens, DIM, generator=generator).half() for count in heads]
 
     def body(ring: Ring) -> list[Tensor]:
-        q, k, v, dout = (layout.shard(x, ring.rank, 2) for x in tensors)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
+        *inputs, dout = (layout.shard(x, ring.rank, 2) for x in tensors)
+        leaves = [x.requires_grad_() for name, x in zip("qkv", inputs, strict=True) if name in needs]
         for _ in range(2):
-            out = burst_attention(*leaves, ring=ring, mask=mask, layout=layout, coalesce=2, **options)
+            out = burst_attention(*inputs, ring=ring, mask=mask, layout=layout, coalesce=2, **options)
             gradients = torch.autograd.grad(out, leaves, dout)
         return [out.detach(), *gradients]
 
     found = run_ranks(body, ranks, timeout=120)
     exact = reference_gradients(*tensors, allowed_pairs(mask, torch.arange(tokens), torch.arange(tokens)))
-    for index, name in enumerate(("out", "dq", "dk", "dv")):
+    for index, name in enumerate(("out", *(f"d{name}" for name in needs))):
         whole, right = layout.unshard([rank[index] for rank in found], 2).double(), getattr(exact, name)
         assert (whole - right).norm() < 3e-3 * right.norm(), name
     gc.collect()
@@ -133,6 +136,44 @@ def test_our_kernel_for_hopper_is_in_order_with_any_mask(
     monkeypatch.setattr(f"{__name__}.HEADS", heads)
     assert run(monkeypatch, machine, "hopper", 4, mask, kv_heads) >= 2 * 4
     assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
+
+
+@pytest.mark.parametrize("kernel", ["FA4", "cuDNN", "hopper"])
+def test_batches_are_in_order(monkeypatch: pytest.MonkeyPatch, machine: Machine, kernel: str) -> None:
+    assert run(monkeypatch, machine, kernel, 3, "causal", HEADS, batch=3) >= 2 * 3
+    assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
+
+
+@pytest.mark.parametrize("needs", ["q", "k", "v", "qk", "kv"])
+@pytest.mark.parametrize("kernel", ["hopper", "triton"])
+def test_some_gradients_are_for_the_plain_kernels(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, kernel: str, needs: str
+) -> None:
+    assert run(monkeypatch, machine, kernel, 3, "causal", 2, needs=needs) == 0
+    assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
+
+
+def test_all_pieces_of_a_round_are_one_launch_of_our_own(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    """Striped documents are a piece each, and vendors' kernels take them one by one."""
+    launches: list[str] = []
+    touch = machine.touch
+
+    def count(name: str, *made: Any, **touched: Any) -> None:
+        launches.append(name)
+        touch(name, *made, **touched)
+
+    monkeypatch.setattr(machine, "touch", count)
+    turns = run(monkeypatch, machine, "hopper", 4, "documents", HEADS, layout_name="striped")
+    # Two calls of 4 ranks: home in halves, and two rounds of visitors.
+    assert turns == launches.count("add_gradients") == 2 * 4 * 4
+    assert not machine.found, "\n".join(sorted(set(machine.found))[:10])
+
+
+def test_what_cannot_be_loaded_is_copied_to_where_it_can() -> None:
+    x = torch.zeros(1 + 2 * 4 * 8 * 128, dtype=torch.bfloat16)[1:].view(2, 4, 8, 128)
+    assert not hopper.loadable(x) and x.is_contiguous()
+    assert hopper.loadable(hopper_kernel.as_loaded(x))
+    assert hopper_kernel.as_loaded(made := x.clone()) is made
 
 
 @pytest.mark.parametrize("mask", ["causal", "window"])

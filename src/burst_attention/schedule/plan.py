@@ -168,7 +168,10 @@ class TileCosts(Protocol):
         """Bytes that it allocates to end gradients beside a last round, with what it has for that round."""
 
     def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
-        """Whether gradients of a round come as parts in the dtype of the inputs."""
+        """Whether what a round gives is laid aside; gradients of visitors in the dtype of the inputs."""
+
+    def one_launch(self, phase: PhasePlan, step: Round, scale: float) -> bool:
+        """Whether on a GPU all pieces of a round are one launch."""
 
     def partials(self, phase: PhasePlan, step: Round, scale: float) -> int:
         """How many a round of forward leaves for a head, where it leaves some."""

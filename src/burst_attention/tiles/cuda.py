@@ -56,6 +56,10 @@ class CudaKernel(DeferringKernel):
         alone = "hopper" not in names or len(names) == 1
         return alone and all(self.kernels[name].gives_parts(phase, step, scale) for name in names)
 
+    def one_launch(self, phase: PhasePlan, step: Round, scale: float) -> bool:
+        names = self._names(phase, step, scale)
+        return len(names) == 1 and all(self.kernels[name].one_launch(phase, step, scale) for name in names)
+
     def partials(self, phase: PhasePlan, step: Round, scale: float) -> int:
         return sum(map(len, self._chosen(phase, step, scale)))
 

@@ -22,6 +22,8 @@ BLOCK_Q = 128
 STAGES = 2
 DIMS = (64, 128)
 """Of heads. Backward takes values of the same alone."""
+MEASURED_DIMS = (128,)
+"""What backward serves where it is not asked for by name."""
 BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q = 128, 64
 BACKWARD_STAGES = 3
 ALIGNMENT = 16
@@ -51,14 +53,14 @@ def serves_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     return q.shape[3] in DIMS and v.shape[3] in DIMS and _served((q, k, v), scale)
 
 
-def serves_backward(x: BackwardInputs, scale: float) -> bool:
+def serves_backward(x: BackwardInputs, scale: float, dims: tuple[int, ...]) -> bool:
     """Whether the Hopper backward can take these tensors; what it cannot goes to triton_backward.py.
 
     That is deterministic, so it also serves where torch was asked for deterministic algorithms.
     """
     if torch.are_deterministic_algorithms_enabled() or not has_async_add():
         return False
-    return x.q.shape[3] == x.v.shape[3] and x.q.shape[3] in DIMS and _served((x.q, x.k, x.v, x.dout), scale)
+    return x.q.shape[3] == x.v.shape[3] and x.q.shape[3] in dims and _served((x.q, x.k, x.v, x.dout), scale)
 
 
 def _served(tensors: tuple[Tensor, ...], scale: float) -> bool:
@@ -132,6 +134,7 @@ def launch_hopper_backward(
     from burst_attention.tiles.hopper_backward import hopper_backward_kernel
 
     dq, dk, dv = gradients
+    assert dq.dtype == torch.float32, "dq is added to as it lies in fast memory"
     table = block_table(pieces, True, BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, x.q.device)
     heads = dk.shape[1]
     for grid, blocks in table.launches(x.k.shape[0] * heads, (x.q, x.dout, dq)):

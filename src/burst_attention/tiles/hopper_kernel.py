@@ -10,6 +10,7 @@ home's keys as parts that wait. dq is added to by all rounds at once, for the co
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from burst_attention.lanes import begins
 from burst_attention.schedule import Bundle, PhasePlan, Round
 from burst_attention.tiles.block_table import block_table, parts_of_heads
 from burst_attention.tiles.gpu import DeferringKernel
-from burst_attention.tiles.hopper import BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, launch_hopper_backward, loadable
+from burst_attention.tiles.hopper import BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, DIMS, launch_hopper_backward, loadable
 from burst_attention.tiles.protocol import Accumulator, BackwardInputs, Gradients
 from burst_attention.tiles.triton_kernel import TritonKernel, opened
 from burst_attention.tiles.waiting import in_heads_of, rounds_before
@@ -29,28 +30,50 @@ class HopperKernel(DeferringKernel, TritonKernel):
     """Any pieces, in 16 bits and with head dims 64 and 128: what the kernel in hopper_backward.py takes."""
 
     name = "hopper"
+    backward_dims = DIMS
 
     def facts(self, device: torch.device | None = None) -> tuple[Hashable, ...]:
         return (torch.are_deterministic_algorithms_enabled(),)
 
     def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
-        """Backward of all three gradients: for some of them, and in one order, the plain kernels serve, which add."""
-        return phase.phase == "backward" and phase.needs == "qkv" and not torch.are_deterministic_algorithms_enabled()
+        """Backward of all three gradients whose keys move.
+
+        For some gradients, and in one order, the plain kernels serve, which add; and dq is added to in fp32 alone.
+        """
+        whole = phase.phase == "backward" and phase.direction == "kv" and phase.needs == "qkv"
+        return whole and not torch.are_deterministic_algorithms_enabled()
+
+    def one_launch(self, phase: PhasePlan, step: Round, scale: float) -> bool:
+        return True
 
     def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
         """Parts of dk and dv at home, where they wait."""
-        if phase.phase == "forward" or phase.direction == "query" or not phase.straight:
+        rounds = (*rounds_before(phase, step), step) if phase.phase == "backward" else ()
+        if not self._lays_aside(phase, rounds):
             return super().workspace_bytes(phase, step, visiting)
-        shapes = phase.shapes
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        shapes, on_cpu = phase.shapes, torch.device("cpu")
+        chip = torch.device("cuda") if torch.cuda.is_available() else on_cpu
         rows = 0
-        for other in (*rounds_before(phase, step), step):
+        for other in rounds:
             if other.pieces and not other.row_count:
-                parts = key_parts(other.pieces, shapes.batch, shapes.heads, shapes.kv_heads, device)
+                table = block_table(other.pieces, True, BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, on_cpu)
+                parts = parts_of_heads(table, shapes.batch * shapes.kv_heads, shapes.heads // shapes.kv_heads, chip)
                 keys = max(piece.k_first + piece.k_count for piece in other.pieces)
                 rows += in_heads_of(step, other.heads, parts * keys)
         row = shapes.batch * shapes.kv_heads * (shapes.head_dim + shapes.value_dim) * shapes.dtype.itemsize
         return rows * row
+
+    def _lays_aside(self, phase: PhasePlan, rounds: Sequence[Round]) -> bool:
+        """Whether rounds may run side by side, as the engine has it: results travel as they are computed."""
+        if not rounds or not phase.straight or phase.topology.size == 1:
+            return False
+        precise = all(field.dtype == phase.shapes.accumulate_dtype for field in phase.results.fields)
+        # Of all heads: the phase may be that of half of them.
+        last_heads = [step.heads[1] for steps in phase.rounds for step in steps if step.heads]
+        heads = max(last_heads, default=phase.shapes.heads)
+        whole = replace(phase.shapes, heads=heads, kv_heads=phase.results.fields[0].heads)
+        alone = precise or replace(phase, shapes=whole).rounds_alone(self, rounds, 1.0)
+        return alone and all(self.gives_parts(phase, step, 1.0) for step in rounds)
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         dq, dk, dv = gradients
@@ -65,7 +88,9 @@ class HopperKernel(DeferringKernel, TritonKernel):
             begins(x.q)
             launch_hopper_backward(pieces, x, (sums, to_dk, to_dv), scale, add=add)
             return
-        parts = key_parts(pieces, x.k.shape[0], x.q.shape[1], x.k.shape[1], x.k.device)
+        table = block_table(pieces, True, BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, x.k.device)
+        batch, kv_heads = x.k.shape[:2]
+        parts = parts_of_heads(table, batch * kv_heads, x.q.shape[1] // kv_heads, x.k.device)
         to_dk, to_dv = (new_parts(total, like, parts, covered) for total, like in ((dk, x.k), (dv, x.v)))
         begins(x.q)
         launch_hopper_backward(pieces, x, (sums, to_dk, to_dv), scale, add=False)
@@ -74,16 +99,9 @@ class HopperKernel(DeferringKernel, TritonKernel):
                 total.add(0, given[:, part::parts])
 
 
-def key_parts(pieces: tuple[Piece, ...], batch: int, heads: int, kv_heads: int, device: torch.device) -> int:
-    """How many parts of dk, and of dv, home's own work gives for each key head."""
-    # Where the table is does not matter: a GPU has one for the launch too.
-    table = block_table(pieces, True, BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, device)
-    return parts_of_heads(table, batch * kv_heads, heads // kv_heads, device)
-
-
 def as_loaded(x: Tensor) -> Tensor:
     """The same tensor where the copy engine can load it."""
-    return x if loadable(x) else x.contiguous()
+    return x if loadable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def new_parts(total: Accumulator, like: Tensor, parts: int, covered: bool) -> Tensor:

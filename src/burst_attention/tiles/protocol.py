@@ -390,7 +390,14 @@ class TileKernel(ABC):
         return ()
 
     def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
-        """Whether gradients of a round come as parts in the dtype of the inputs, which are summed and stored once."""
+        """Whether what a round gives is laid aside, or added to by all at once: nothing waits for another round.
+
+        In backward gradients of visitors then come in the dtype of the inputs, rounded once.
+        """
+        return False
+
+    def one_launch(self, phase: PhasePlan, step: Round, scale: float) -> bool:
+        """Whether on a GPU all pieces of a round are one launch."""
         return False
 
     def partials(self, phase: PhasePlan, step: Round, scale: float) -> int:

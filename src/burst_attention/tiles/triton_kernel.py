@@ -22,6 +22,7 @@ from burst_attention.schedule import Bundle, PhasePlan, Round
 from burst_attention.tiles.block_table import block_table
 from burst_attention.tiles.gpu import GpuKernel, settle
 from burst_attention.tiles.hopper import (
+    MEASURED_DIMS,
     launch_hopper_backward,
     launch_hopper_forward,
     serves_backward,
@@ -109,10 +110,20 @@ class TritonKernel(GpuKernel):
     """Any pieces on a GPU, in fp32, bf16 and fp16."""
 
     name = "triton"
+    backward_dims: tuple[int, ...] = MEASURED_DIMS
+    """Of heads, for which our backward for Hopper serves there."""
 
     def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
-        """Row statistics of visiting queries, laid out afresh for the kernel for Hopper."""
-        if phase.phase == "forward" or not visiting or phase.direction == "kv":
+        """Row statistics of visiting queries, laid out afresh for the kernel for Hopper.
+
+        A ring of one has no buffers that would be gone when dq is cast: it is there twice then.
+        """
+        if phase.phase == "forward":
+            return 0
+        if phase.topology.size == 1:
+            rows = max(piece.q_first + piece.q_count for piece in step.pieces)
+            return rows * phase.shapes.batch * phase.shapes.heads * phase.shapes.head_dim * phase.shapes.dtype.itemsize
+        if not visiting or phase.direction == "kv":
             return 0
         return 2 * step.row_count * phase.shapes.batch * phase.shapes.heads * 4
 
@@ -136,7 +147,7 @@ class TritonKernel(GpuKernel):
         pieces = tuple(pieces)
         keys_covered = cover_rows(pieces, x.k.shape[2], keys=True)
         dq, dk, dv = gradients
-        if dq is not None and dk is not None and dv is not None and serves_backward(x, scale):
+        if dq is not None and dk is not None and dv is not None and serves_backward(x, scale, self.backward_dims):
             keys, add = opened((dk, dv), keys_covered)
             # Programs meet in dq, so it must be there before the first.
             launch_hopper_backward(pieces, x, (dq.settle(), keys[0], keys[1]), scale, add=add)
