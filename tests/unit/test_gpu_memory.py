@@ -104,6 +104,7 @@ CARDS: dict[str, tuple[tuple[int, int], str, str, float]] = {
     "FA4": ((9, 0), "FA4", "auto", 1.0),
     "Hopper": ((9, 0), "FA2", "auto", 1.0),
     "ours": ((9, 0), "FA4", "triton", 1.0),
+    "ours in turns": ((9, 0), "FA2", "hopper", 1.0),
     "cuDNN": ((9, 0), "FA2", "cudnn", 1.1),
     "Ampere": ((8, 0), "FA2", "auto", 1.12),
     "Blackwell": ((12, 0), "FA2", "auto", 1.1),
