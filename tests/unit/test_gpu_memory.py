@@ -124,6 +124,7 @@ def test_a_large_ring_holds_what_one_of_four_holds(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: chip)
     monkeypatch.setattr("burst_attention.tiles.cuda.has_async_add", lambda: True)
+    monkeypatch.setattr("burst_attention.tiles.block_table._cores", lambda device: 132)
     monkeypatch.setattr("burst_attention.tiles.cuda.active_flash", lambda: flash)
     monkeypatch.setattr("burst_attention.tiles.flash4.is_there", lambda device=None: flash == "FA4")
     peaks = []
