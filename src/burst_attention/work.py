@@ -17,7 +17,7 @@ from burst_attention.lanes import Lanes, hurried
 from burst_attention.merge import Part, State, clear, merge
 from burst_attention.schedule.bundles import KEY_SIDE, Heads
 from burst_attention.tiles import GRADIENTS, Accumulator, BackwardInputs, Gradients, TileKernel
-from burst_attention.tiles.protocol import SumParts
+from burst_attention.tiles.accumulator import SumParts
 
 
 def state_of(fields: Mapping[str, Tensor]) -> State:

@@ -189,7 +189,9 @@ BAD = [
     Bad("forward-direction", (f"forward_direction {ONE_OF_SIDES}, got None",), {"forward_direction": None}),
     Bad("check", ("check must be one of 'always', 'first', 'off', got 'sometimes'",), {"check": "sometimes"}),
     Bad(
-        "kernel", ("there is no kernel 'fast'; use one of auto, flash, cuda, triton, hopper, cudnn, plain",), {"kernel": "fast"}
+        "kernel",
+        ("there is no kernel 'fast'; use one of auto, flash, cuda, triton, hopper, cudnn, plain",),
+        {"kernel": "fast"},
     ),
     *(
         Bad(

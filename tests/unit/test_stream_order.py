@@ -35,7 +35,7 @@ from burst_attention.schedule import plan as planning
 from tests.unit.stream_order import Machine
 
 pytest.importorskip("triton")
-from burst_attention.tiles import cuda, flash4, fused, gpu, hopper, hopper_kernel, policy, protocol, vendor
+from burst_attention.tiles import accumulator, cuda, flash4, fused, gpu, hopper, hopper_kernel, policy, vendor
 from tests.unit import fake_gpu, gluon_on_cpu
 
 HEADS, DIM = 4, 16
@@ -265,13 +265,13 @@ def test_the_last_pass_that_ends_heads_may_take_the_whole_chip(
 ) -> None:
     """Those before it leave most of it to the round. A single key head is not complete: there dq's is the last."""
     passes: list[tuple[bool, str]] = []
-    finish_heads = protocol.Accumulator.finish_heads
+    finish_heads = accumulator.Accumulator.finish_heads
 
-    def note(self: protocol.Accumulator, beside: bool = False) -> None:
+    def note(self: accumulator.Accumulator, beside: bool = False) -> None:
         passes.append((beside, threading.current_thread().name))
         finish_heads(self, beside)
 
-    monkeypatch.setattr(protocol.Accumulator, "finish_heads", note)
+    monkeypatch.setattr(accumulator.Accumulator, "finish_heads", note)
     run(monkeypatch, machine, "FA4", 2, "causal", kv_heads)
     of_rank = [beside for beside, thread in passes if thread == passes[0][1]]
     # In two calls.
@@ -383,7 +383,7 @@ def test_what_is_out_of_order_is_seen(monkeypatch: pytest.MonkeyPatch, machine: 
 @pytest.mark.parametrize("before", [True, False], ids=["its-stream", "by-its-stream"])
 @pytest.mark.parametrize(
     ("module", "kv_heads"),
-    [(engine, HEADS), (work, 1), (flash4, HEADS), (protocol, HEADS), (fused, HEADS), (gpu, HEADS)],
+    [(engine, HEADS), (work, 1), (flash4, HEADS), (accumulator, HEADS), (fused, HEADS), (gpu, HEADS)],
     ids=["packing", "visitors", "sums-of-dq", "arrivals", "statistics", "ended-heads"],
 )
 def test_a_pass_that_waits_for_nothing_is_seen(

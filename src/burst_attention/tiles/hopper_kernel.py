@@ -18,10 +18,11 @@ from torch import Tensor
 from burst_attention.geometry import Piece, cover_rows
 from burst_attention.lanes import begins
 from burst_attention.schedule import Bundle, PhasePlan, Round
+from burst_attention.tiles.accumulator import Accumulator
 from burst_attention.tiles.block_table import block_table, parts_of_heads
 from burst_attention.tiles.gpu import DeferringKernel
 from burst_attention.tiles.hopper import BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, DIMS, launch_hopper_backward, loadable
-from burst_attention.tiles.protocol import Accumulator, BackwardInputs, Gradients
+from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.triton_kernel import TritonKernel, opened
 from burst_attention.tiles.waiting import in_heads_of, rounds_before
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from burst_attention.geometry import Piece, cover_rows
 from burst_attention.merge import State
 from burst_attention.schedule import Bundle, PhasePlan, Round
+from burst_attention.tiles.accumulator import Accumulator
 from burst_attention.tiles.block_table import block_table
 from burst_attention.tiles.gpu import GpuKernel, settle
 from burst_attention.tiles.hopper import (
@@ -28,7 +29,7 @@ from burst_attention.tiles.hopper import (
     serves_backward,
     serves_forward,
 )
-from burst_attention.tiles.protocol import Accumulator, BackwardInputs, Gradients
+from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.start import start_kernel
 from burst_attention.tiles.triton_backward import key_gradients_kernel, query_gradients_kernel
 from burst_attention.tiles.triton_forward import forward_kernel
