@@ -47,7 +47,7 @@ def breakdown_rows(repeat: int, cases: Sequence[TaxCase] = MAIN_CASES) -> Iterat
         for whole in (name, "flash4") if has_flash4(case) else (name,):
             for phase, call in whole_calls(case, whole).items():
                 yield row | {"phase": phase, "kernel": whole, "what": "whole"} | _spent(call, repeat, case.ranks)
-        for kernel in ("auto", "cudnn") if name == "cudnn" else ("auto",):
+        for kernel in ("auto", "hopper", "cudnn") if name == "cudnn" else ("auto",):
             ranks = {
                 rank: lone_calls(case, rank, copies=False, coalesce=2, kernel=kernel) for rank in range(case.ranks)
             }

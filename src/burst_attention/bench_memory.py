@@ -13,7 +13,7 @@ RING_SIZES = (2, 4, 8, 16)
 
 def memory_rows(repeat: int) -> Iterator[dict[str, Any]]:
     """The largest peak of all ranks of a ring, two blocks at once, beyond inputs; it needs no repetitions."""
-    names = ("auto",) if flash_name() != "FA2" else ("auto", "cudnn")
+    names = ("auto",) if flash_name() != "FA2" else ("auto", "hopper", "cudnn")
     for kv_heads, causal, kernel, ranks in itertools.product((32, 8), (True, False), names, RING_SIZES):
         case = TaxCase(ranks, kv_heads=kv_heads, causal=causal)
         options: dict[str, Any] = {"kernel": kernel, "coalesce": 2}

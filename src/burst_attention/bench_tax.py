@@ -90,8 +90,8 @@ forward, 1, 3 or 5 in backward, where W is 8."""
 GRID_RANKS = (1, 2, 4, 7, 15, 0)
 """Of the grid, for time: those that were slowest in the main cases, and both ends."""
 HOST_REPEAT = 5
-BUSY_REPEAT = 5
-"""Of a rank's calls in a row, which are many already."""
+BUSY_REPEAT = 3
+"""Of a rank's calls in a row, which are many already; only where receives are by reference."""
 NEARLY = 1.1
 """Times the fastest of all: who else may be that on a busy chip."""
 
@@ -255,6 +255,7 @@ def tax_rows(
                 continue
             calls = {rank: lone_calls(case, rank, variant["copies"], **options) for rank in chosen}
             times = _times_of_ranks(case, calls, whole, repeat)
+            times |= {} if variant["copies"] else _busy_times(case, calls, whole, min(repeat, BUSY_REPEAT))
             del calls
             copying = copies_ms(case, times["backward_slowest"], repeat, **options) if variant["copies"] else {}
             yield row | {
@@ -296,7 +297,7 @@ class Wholes:
 
 
 def _times_of_ranks(case: TaxCase, calls: dict[int, dict[str, Call]], whole: Wholes, repeat: int) -> dict[str, Any]:
-    """Milliseconds of the slowest rank and the tax, in both manners, and on the host."""
+    """Milliseconds of the slowest rank alone, the tax, and milliseconds on the host."""
     found: dict[str, Any] = {}
     for phase in ("forward", "backward"):
         of_ranks = {rank: given[phase] for rank, given in calls.items()}
@@ -307,15 +308,22 @@ def _times_of_ranks(case: TaxCase, calls: dict[int, dict[str, Call]], whole: Who
         found[f"{phase}_tax"] = round(case.ranks * slowest / whole.fastest(phase), 4)
         host = max(host_ms(call, min(repeat, HOST_REPEAT)) for call in of_ranks.values())
         found[f"{phase}_host_ms"] = round(host, 4)
+    return found
+
+
+def _busy_times(case: TaxCase, calls: dict[int, dict[str, Call]], whole: Wholes, repeat: int) -> dict[str, Any]:
+    """The same on a busy chip, for each rank's calls in a row."""
+    found: dict[str, Any] = {"busy_repeat": repeat}
+    for phase in ("forward", "backward"):
+        of_ranks = {rank: given[phase] for rank, given in calls.items()}
         times = min(case.ranks, MOST_IN_A_ROW)
         in_turns: dict[int | str, tuple[Call, int]] = {rank: (call, times) for rank, call in of_ranks.items()}
         in_turns |= {name: (call, 1) for name, call in whole.fast_ones(phase).items()}
-        busy = busy_medians_ms(in_turns, min(repeat, BUSY_REPEAT))
+        busy = busy_medians_ms(in_turns, repeat)
         slowest = max(busy[rank] for rank in of_ranks)
         fastest = min(ms for name, ms in busy.items() if name not in of_ranks)
         found[f"busy_{phase}_ms"] = round(slowest, 4)
         found |= {f"busy_whole_{name}_{phase}_ms": round(ms, 4) for name, ms in busy.items() if name not in of_ranks}
-        found["busy_repeat"] = min(repeat, BUSY_REPEAT)
         found[f"busy_{phase}_tax"] = round(case.ranks * slowest / fastest, 4)
     return found
 

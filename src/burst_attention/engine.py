@@ -82,6 +82,7 @@ class RankSetup:
     one_launch: bool
     """Whether a round's pieces need no turns of their own."""
     leaves_room: bool
+    begins_with_room: bool
     last_halves: tuple[Heads, Heads] | None
     """Of the last visitors, where what they leave is ended beside them."""
     last_partials: int
@@ -115,6 +116,7 @@ def _make_setup(plan: PhasePlan, rank: int, kernel: TileKernel, scale: float) ->
         in_parts=apart and all(kernel.gives_parts(plan, step, scale) for step in steps),
         one_launch=all(kernel.one_launch(plan, step, scale) for step in steps),
         leaves_room=all(kernel.leaves_room(plan, step, scale) for step in steps),
+        begins_with_room=all(kernel.leaves_room(plan, step, scale) for step in steps[:1]),
         last_halves=plan.last_halves(rank, kernel, scale) if apart else None,
         last_partials=kernel.partials(plan, steps[-1], scale) if steps else 0,
     )
@@ -204,8 +206,9 @@ class PhaseRun:
         self.lanes = Lanes(home["q"].device if self._rounds_are_apart() else None)
         self.first_ready: Any = None
         """What round 0 waits for (lanes.py)."""
-        self.room = bool(self.lanes.streams) and setup.leaves_room
-        """Whether passes over memory run beside rounds, in a part of the chip."""
+        rooms = setup.leaves_room, setup.begins_with_room
+        self.room, self.packs_beside = (bool(self.lanes.streams) and room for room in rooms)
+        """Whether passes over memory run beside rounds, in a part of the chip; and packing beside the first."""
         work.take_in_alone(self.lanes, self.room)
 
     def _rounds_are_apart(self) -> bool:
@@ -229,11 +232,9 @@ class PhaseRun:
             with self.lanes.beside():
                 self.work.settle_arrived()
         self._post(step)
-        if not index and not self.room:
-            # What it sends is packed first: otherwise the next round would wait for it after this one.
-            ready = self.lanes.ready()
         if not index:
-            self.first_ready = ready
+            # Where it is not packed beside, what it sends is packed first: the next round would wait for it after this.
+            self.first_ready = ready = ready if self.packs_beside else self.lanes.ready()
         started = time.perf_counter()
         self._compute_round(step, ready)
         self.computed = started, time.perf_counter() - started
@@ -286,13 +287,13 @@ class PhaseRun:
 
     def _pack_home(self, step: Round) -> Rows:
         """Pack the rows of its own block that this rank sends now, once whoever gets them, and say which."""
-        rows = self.setup.packed[step.index]
+        rows, room = self.setup.packed[step.index], self.room if step.index else self.packs_beside
         for name, view in self._packing(step).fields(0, count_rows(rows)).items() if rows else ():
             offset = 0
             for first, last in rows:
                 part = view[:, :, offset : offset + last - first]
-                with self.lanes.beside() if self.room else contextlib.nullcontext(), hurried(part):
-                    self.work.kernel.copy(part, self.home[name][:, :, first:last], beside=self.room)
+                with self.lanes.beside() if room else contextlib.nullcontext(), hurried(part):
+                    self.work.kernel.copy(part, self.home[name][:, :, first:last], beside=room)
                 offset += last - first
         return rows
 

@@ -74,6 +74,8 @@ class Deferred:
     ended: int = 0
     alone: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """What partials are taken in under, where several streams of a GPU make them (lanes.py)."""
+    side_by_side: bool = False
+    """Whether several do, so that none may continue what another has written."""
 
 
 class State(NamedTuple):

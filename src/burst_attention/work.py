@@ -62,7 +62,7 @@ class ForwardWork:
     def take_in_alone(self, lanes: Lanes, room: bool) -> None:
         """Partials at home come from several lanes."""
         if self.home.deferred:
-            self.home.deferred.alone = lanes.alone
+            self.home.deferred.alone, self.home.deferred.side_by_side = lanes.alone, bool(lanes.streams)
 
     def settle_visiting(self) -> None:
         """Nothing waits: states that travel are merged at once."""

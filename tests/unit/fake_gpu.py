@@ -61,6 +61,12 @@ def adds(_: Any, pieces: Any, x: Any, gradients: Any, scale: float, add: bool = 
     return {"read": (tuple(x)[:6], keys if add else ()), "add": dq, "write": keys}
 
 
+def continues(_: Any, pieces: Any, q: Any, k: Any, v: Any, state: Any, scale: float, **more: Any) -> dict[str, Any]:
+    """What our forward touches."""
+    read = (q, k, v, state[:3] if more.get("load", True) else ())
+    return {"read": read, "write": more.get("finished") or state[:3]}
+
+
 def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     """Every launch as one thing on a stream."""
 
@@ -78,10 +84,6 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     def lays_out(_: Any, lse: Any, delta: Any, *written: Any, **blocks: Any) -> dict[str, Any]:
         return {"read": (lse, delta), "write": written[:3]}
 
-    def continues(_: Any, pieces: Any, q: Any, k: Any, v: Any, state: Any, scale: float, **more: Any) -> dict[str, Any]:
-        read = (q, k, v, state[:3] if more.get("load", True) else ())
-        return {"read": read, "write": more.get("finished") or state[:3]}
-
     def adds_some(_: Any, pieces: Any, x: Any, *rest: Any, add: bool = True) -> dict[str, Any]:
         *written, _scale = rest
         return {"read": (tuple(x)[:6], written if add else ()), "write": written}
@@ -97,7 +99,8 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     replace(in_torch.launch, adds_to_sums, (flash4, "_launch"))
     replace(in_torch.cast, lambda _, config, sums, dq, scale: {"read": sums, "write": dq}, (flash4, "_cast"))
     replace(in_torch.attend, makes, (flash4, "attend"))
-    replace(in_torch.continue_state, continues, (triton_kernel, "launch_fastest_forward"))
+    forwards = (triton_kernel, "launch_fastest_forward"), (hopper_kernel, "launch_hopper_forward")
+    replace(in_torch.continue_state, continues, *forwards)
     launches = (hopper_kernel, "launch_hopper_backward"), (triton_kernel, "launch_hopper_backward")
     replace(in_torch.add_gradients, adds, *launches)
     replace(in_torch.add_key_gradients, adds_some, (triton_kernel, "launch_key_gradients"))
@@ -105,7 +108,7 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     monkeypatch.setattr(triton_kernel, "serves_backward", lambda x, scale, dims: True)
     statistics = machine.kernel(in_torch.statistics, lays_out)
     monkeypatch.setattr(fused, "_statistics_kernel", defaultdict(lambda: statistics))  # by any grid
-    replace(in_torch.merge_partials, merges, (gpu, "merge_partials"), (vendor, "merge_partials"))
+    replace(in_torch.merge_partials, merges, (gpu, "merge_partials"))
     replace(in_torch.sum_parts, sums, (fused, "sum_parts"), (gpu.DeferringKernel, "sum_parts"))
     replace(in_torch.fused_delta, makes, (gpu, "fused_delta"))
     replace(in_torch.stand_in_for_out, makes, (vendor, "stand_in_for_out"))

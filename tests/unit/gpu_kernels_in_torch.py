@@ -79,7 +79,9 @@ def continue_state(
     pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float, load: bool = True,
     finished: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Our own forward, on any pieces."""
+    """Our own forward, on any pieces. What it begins and ends is in no state."""
+    if finished and not load:
+        state = State(*(torch.empty(x.shape) for x in (finished[0], finished[1], finished[1])))
     if not load:
         clear(state)
     for piece in pieces:

@@ -53,7 +53,7 @@ class CudaKernel(DeferringKernel):
     def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
         """What our kernel for Hopper writes for a visitor's keys is rounded: nobody may add to it then."""
         names = self._names(phase, step, scale)
-        alone = "hopper" not in names or len(names) == 1
+        alone = phase.phase == "forward" or "hopper" not in names or len(names) == 1
         return alone and all(self.kernels[name].gives_parts(phase, step, scale) for name in names)
 
     def one_launch(self, phase: PhasePlan, step: Round, scale: float) -> bool:
@@ -61,7 +61,9 @@ class CudaKernel(DeferringKernel):
         return len(names) == 1 and all(self.kernels[name].one_launch(phase, step, scale) for name in names)
 
     def partials(self, phase: PhasePlan, step: Round, scale: float) -> int:
-        return sum(map(len, self._chosen(phase, step, scale)))
+        names = [name for found in self._chosen(phase, step, scale) for name in found.values()]
+        # All of a round's pieces that ours computes are one.
+        return len([name for name in names if name != "hopper"]) + ("hopper" in names)
 
     def leaves_room(self, phase: PhasePlan, step: Round, scale: float) -> bool:
         names = self._names(phase, step, scale)

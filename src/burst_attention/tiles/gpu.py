@@ -7,6 +7,7 @@ from torch import Tensor
 
 from burst_attention.lanes import hurried
 from burst_attention.merge import MAX_PARTIALS, Partial, State
+from burst_attention.schedule import PhasePlan
 from burst_attention.tiles.fused import copy_on_gpu, fused_delta, merge_partials, sum_parts
 from burst_attention.tiles.protocol import TileKernel
 
@@ -58,6 +59,29 @@ def waiting(state: State) -> int:
     assert state.deferred is not None
     last = state.head + state.acc.shape[1]
     return sum(state.head < p.head + p.out.shape[1] and p.head < last for p in state.deferred.partials)
+
+
+def add_partial(state: State, partial: Partial) -> None:
+    """Leave a partial to be merged with others, or merge it now into a state that does not defer."""
+    if state.deferred is None:
+        rows = state.rows(partial.first, partial.first + partial.out.shape[2])
+        merge_partials(rows, [partial._replace(first=0)], load=True)
+        return
+    make_room(state)
+    state.deferred.partials.append(partial._replace(head=state.head))
+
+
+def make_room(state: State) -> None:
+    """For another partial, before it is computed."""
+    if state.deferred is not None and waiting(state) == MAX_PARTIALS:
+        settle(state)
+
+
+def partials_bytes(phase: PhasePlan, rows: int) -> int:
+    """Of as many partials of so many rows as may wait."""
+    shapes = phase.shapes
+    row = shapes.batch * shapes.heads * (shapes.value_dim * shapes.dtype.itemsize + 4)
+    return MAX_PARTIALS * rows * row
 
 
 def partials_of(state: State) -> list[Partial]:

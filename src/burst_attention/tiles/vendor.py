@@ -16,11 +16,11 @@ from torch import Tensor
 
 from burst_attention.geometry import Piece, moved_rows
 from burst_attention.lanes import begins
-from burst_attention.merge import MAX_PARTIALS, MAX_PARTS, MAX_SHARES, Partial, State
+from burst_attention.merge import MAX_PARTS, MAX_SHARES, Partial, State
 from burst_attention.schedule import Bundle, PhasePlan, Round
 from burst_attention.tiles import flash4
-from burst_attention.tiles.fused import merge_partials, stand_in_for_out
-from burst_attention.tiles.gpu import DeferringKernel, settle, waiting
+from burst_attention.tiles.fused import stand_in_for_out
+from burst_attention.tiles.gpu import DeferringKernel, add_partial, make_room, partials_bytes
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.start import start
 
@@ -48,7 +48,7 @@ class VendorKernel(DeferringKernel):
         queries = max(piece.q_count for piece in step.pieces) * shapes.batch * shapes.heads
         keys = max(piece.k_count for piece in step.pieces) * shapes.batch * shapes.kv_heads
         if phase.phase == "forward":
-            return queries * (MAX_PARTIALS * (shapes.value_dim * size + 4))
+            return partials_bytes(phase, max(piece.q_count for piece in step.pieces))
         made_up = visiting is not None and phase.direction == "query"
         query_side = shapes.head_dim + shapes.value_dim * (made_up + self.copies_out * (1 if made_up else 2))
         inside = queries * shapes.head_dim
@@ -196,19 +196,3 @@ def rows_of(piece: Piece) -> tuple[slice, slice]:
         slice(piece.q_first, piece.q_first + piece.q_count),
         slice(piece.k_first, piece.k_first + piece.k_count),
     )
-
-
-def add_partial(state: State, partial: Partial) -> None:
-    """Leave a partial to be merged with others, or merge it now into a state that does not defer."""
-    if state.deferred is None:
-        rows = state.rows(partial.first, partial.first + partial.out.shape[2])
-        merge_partials(rows, [partial._replace(first=0)], load=True)
-        return
-    make_room(state)
-    state.deferred.partials.append(partial._replace(head=state.head))
-
-
-def make_room(state: State) -> None:
-    """For another partial, before it is computed."""
-    if state.deferred is not None and waiting(state) == MAX_PARTIALS:
-        settle(state)
