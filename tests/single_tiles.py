@@ -10,7 +10,7 @@ from torch import Tensor
 
 from burst_attention import Layout, causal, documents
 from burst_attention.geometry import Piece, full_piece
-from burst_attention.merge import State, clear
+from burst_attention.merge import Deferred, State, clear
 from burst_attention.schedule.build import piece_table
 from burst_attention.tiles import BackwardInputs
 from burst_attention.tiles.hopper import launch_hopper_backward, launch_hopper_forward
@@ -23,6 +23,7 @@ PIECES: dict[str, tuple[Piece, ...]] = {
     "two-pieces": (Piece(3, 150, 10, 140, -5, 40), full_piece(200, 56, 7, 131)),
     "few-keys": (full_piece(0, 300, 60, 3),),
     "long": (Piece(0, 540, 0, 540, 0, 540),),
+    "far-apart": (full_piece(7, 60, 0, 150), full_piece(400, 100, 60, 90)),
     "documents": piece_table(causal() & documents([700, 1300, 1000]), ZIGZAG, ZIGZAG)[1][1],
 }
 ERROR = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -72,7 +73,7 @@ def make_tile(
 ) -> Tile:
     """Rows of all heads of a token lie together where `packed`, as in a visiting block."""
     torch.manual_seed(0)
-    rows = {"documents": 1000, "long": 540}.get(name, 300)
+    rows = {"documents": 1000, "long": 540, "far-apart": 540}.get(name, 300)
     allowed = torch.zeros(rows, rows, dtype=torch.bool, device=device)
     for piece in PIECES[name]:
         x, y = torch.arange(piece.q_count, device=device)[:, None], torch.arange(piece.k_count, device=device)[None]
@@ -123,6 +124,22 @@ def check_begun_and_ended(tile: Tile, pieces: tuple[Piece, ...]) -> None:
     launch_hopper_forward(pieces, tile.q, tile.k, tile.v, cleared(tile), tile.scale, load=False, finished=(out, found))
     assert relative(out, wanted) < ERROR[tile.q.dtype]
     assert (found.double() - lse).abs().max() < 3e-6
+
+
+def check_partial(tile: Tile, pieces: tuple[Piece, ...]) -> None:
+    """What a round leaves to wait: nothing for rows without keys, also where no block of the kernel has them."""
+    from burst_attention.tiles.hopper_kernel import HopperKernel
+
+    wanted, lse, _ = tile.forward()
+    waiting = Deferred(side_by_side=True)
+    state = cleared(tile)._replace(deferred=waiting)
+    HopperKernel().forward(pieces, tile.q, tile.k, tile.v, state, tile.scale)
+    (partial,) = waiting.partials
+    rows = slice(partial.first, partial.first + partial.out.shape[2])
+    some = lse[:, :, rows].isfinite()
+    assert some.sum() == lse.isfinite().sum() and torch.equal(some, partial.lse.isfinite())
+    assert relative(partial.out, wanted[:, :, rows]) < ERROR[tile.q.dtype]
+    assert (partial.lse.double() - lse[:, :, rows])[some].abs().max() < 3e-6
 
 
 def backward_inputs(tile: Tile) -> BackwardInputs:

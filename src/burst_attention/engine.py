@@ -13,20 +13,18 @@ import contextlib
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from burst_attention.geometry import Piece, Rows, count_rows, row_offset
 from burst_attention.lanes import Lanes, hurried
 from burst_attention.merge import normalised
+from burst_attention.rank_setup import setup_of
 from burst_attention.ring import Parcel, Pending, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer
 from burst_attention.schedule.bundles import KEY_SIDE, Heads
-from burst_attention.schedule.plan import OPERAND, RESULT, sign_of
-from burst_attention.tiles import TileKernel
+from burst_attention.schedule.plan import OPERAND, RESULT
 from burst_attention.work import Work, state_of
 
 Portion = tuple[tuple[Piece, ...], int, int]
@@ -60,66 +58,6 @@ class RowBuffer:
             begin = typed.storage_offset() + field.offset // size + first * stride[2]
             views[field.name] = typed.as_strided(shape, stride, begin)
         return views
-
-
-@dataclass(frozen=True)
-class RankSetup:
-    """A rank's part in a phase, as far as it is known before it runs."""
-
-    last_computed: Round | None
-    results_due: dict[int, list[Transfer]]
-    computed: Bundle
-    """What results are computed in."""
-    packed: tuple[Rows, ...]
-    """By round, the rows of its own block that it packs and sends."""
-    in_parts: bool
-    """Whether on a GPU no round waits for what another has written, if parts at home wait.
-
-    Our own kernel continues a state, or adds to a gradient; so does a visitor to what comes from another. (All rounds
-    may add at once to one that is `Accumulator.shared`.) Row statistics that travel are laid out for every round in one
-    place.
-    """
-    one_launch: bool
-    """Whether a round's pieces need no turns of their own."""
-    leaves_room: bool
-    begins_with_room: bool
-    last_halves: tuple[Heads, Heads] | None
-    """Of the last visitors, where what they leave is ended beside them."""
-    last_partials: int
-    """That the last round leaves for a head."""
-
-
-def setup_of(plan: PhasePlan, rank: int, kernel: TileKernel, scale: float, device: torch.device) -> RankSetup:
-    """Worked out once for a plan, and kept with it: a call on a GPU should not take the host longer than the device."""
-    sign = sign_of(scale)
-    key = rank, kernel, sign, kernel.facts(device)
-    found: RankSetup | None = plan.setups.get(key)
-    if found is None:
-        found = plan.setups[key] = _make_setup(plan, rank, kernel, sign)
-    return found
-
-
-def _make_setup(plan: PhasePlan, rank: int, kernel: TileKernel, scale: float) -> RankSetup:
-    rounds = plan.rounds[rank]
-    steps = [step for step in rounds if step.pieces]
-    due: dict[int, list[Transfer]] = {}
-    for transfer in (t for step in rounds for t in step.receives if t.channel == RESULT):
-        due.setdefault(transfer.due, []).append(transfer)
-    computed = plan.computed_results(rank, kernel, scale)
-    alone = not plan.results.fields or (plan.straight and computed == plan.results)
-    apart = alone and not plan.operands.statistics and len(steps) > 1
-    return RankSetup(
-        last_computed=steps[-1] if steps else None,
-        results_due=due,
-        computed=computed,
-        packed=tuple(plan.packed_at_home(rank, step) for step in rounds),
-        in_parts=apart and all(kernel.gives_parts(plan, step, scale) for step in steps),
-        one_launch=all(kernel.one_launch(plan, step, scale) for step in steps),
-        leaves_room=all(kernel.leaves_room(plan, step, scale) for step in steps),
-        begins_with_room=all(kernel.leaves_room(plan, step, scale) for step in steps[:1]),
-        last_halves=plan.last_halves(rank, kernel, scale) if apart else None,
-        last_partials=kernel.partials(plan, steps[-1], scale) if steps else 0,
-    )
 
 
 def run_phase(runs: Sequence[PhaseRun]) -> None:
@@ -206,9 +144,8 @@ class PhaseRun:
         self.lanes = Lanes(home["q"].device if self._rounds_are_apart() else None)
         self.first_ready: Any = None
         """What round 0 waits for (lanes.py)."""
-        rooms = setup.leaves_room, setup.begins_with_room
-        self.room, self.packs_beside = (bool(self.lanes.streams) and room for room in rooms)
-        """Whether passes over memory run beside rounds, in a part of the chip; and packing beside the first."""
+        self.room = bool(self.lanes.streams) and setup.leaves_room
+        """Whether passes over memory run beside rounds, in a part of the chip."""
         work.take_in_alone(self.lanes, self.room)
 
     def _rounds_are_apart(self) -> bool:
@@ -234,7 +171,7 @@ class PhaseRun:
         self._post(step)
         if not index:
             # Where it is not packed beside, what it sends is packed first: the next round would wait for it after this.
-            self.first_ready = ready = ready if self.packs_beside else self.lanes.ready()
+            self.first_ready = ready = ready if self.room else self.lanes.ready()
         started = time.perf_counter()
         self._compute_round(step, ready)
         self.computed = started, time.perf_counter() - started
@@ -287,13 +224,13 @@ class PhaseRun:
 
     def _pack_home(self, step: Round) -> Rows:
         """Pack the rows of its own block that this rank sends now, once whoever gets them, and say which."""
-        rows, room = self.setup.packed[step.index], self.room if step.index else self.packs_beside
+        rows = self.setup.packed[step.index]
         for name, view in self._packing(step).fields(0, count_rows(rows)).items() if rows else ():
             offset = 0
             for first, last in rows:
                 part = view[:, :, offset : offset + last - first]
-                with self.lanes.beside() if room else contextlib.nullcontext(), hurried(part):
-                    self.work.kernel.copy(part, self.home[name][:, :, first:last], beside=room)
+                with self.lanes.beside() if self.room else contextlib.nullcontext(), hurried(part):
+                    self.work.kernel.copy(part, self.home[name][:, :, first:last], beside=self.room)
                 offset += last - first
         return rows
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_PARTIALS = 7
-"""Partials that wait to be merged at once, whatever the number of ranks."""
+MAX_PARTIALS = 5
+"""Partials that wait to be merged at once, whatever the number of ranks: what a ring of 8 has, two blocks at once."""
 
 MAX_PARTS = 12
 """Parts of a gradient that wait to be added at once, whatever the number of ranks."""

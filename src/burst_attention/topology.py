@@ -33,6 +33,14 @@ class DoubleRing:
 
         round      0      1       2       3
         distance   home   1, 2    3, 4    5, 6    ...
+
+    Under a causal mask blocks of earlier tokens give other pieces than blocks of later ones: in the zigzag layout all
+    queries with half of the keys, or half of the queries with all keys. Two of one kind join to a large piece, which
+    the first and the last block of the ring never do. So of two blocks at once, in a ring of evenly many ranks, every
+    other block begins with a round `alone`; then no rank has those two in one round:
+
+        round      0      1       2       3
+        distance   home   1       2, 3    4, 5    ...
     """
 
     size: int
@@ -72,21 +80,39 @@ class DoubleRing:
         """Rounds after the first in which ranks compute with blocks of others."""
         return self.turns * self.per_host - 1
 
-    def distances(self, turn: int) -> range:
-        """The distances of the hosts whose blocks are computed with in a turn; turn 0 is home's."""
+    def alone(self, block: int) -> bool:
+        """Whether a block visits one rank in its first round where others visit two."""
+        return self.coalesce == 2 and self.size % 2 == 0 and block % 2 == (self.step > 0)
+
+    def distances(self, turn: int, block: int) -> range:
+        """The distances of the hosts that compute with a block in a turn; turn 0 is home's."""
         if turn == 0:
             return range(1)
-        first = self.coalesce * (turn - 1) + 1
-        return range(first, min(first + self.coalesce, self.hosts))
+        first = self.coalesce * (turn - 1) + 1 - self.alone(block)
+        return range(max(first, 1), min(first + self.coalesce, self.hosts))
 
-    def stops(self, round_index: int) -> list[Stop]:
-        """The stops that are computed in a round."""
+    def stops(self, round_index: int, block: int) -> list[Stop]:
+        """The stops that a block makes in a round."""
         turn, inner = divmod(round_index, self.per_host)
-        return [Stop(distance, inner) for distance in self.distances(turn)]
+        return [Stop(distance, inner) for distance in self.distances(turn, block)]
 
-    def first_round(self, distance: int) -> int:
-        """The round in which the turn at a distance begins."""
-        return -(-distance // self.coalesce) * self.per_host
+    def visitors(self, round_index: int, rank: int) -> list[tuple[int, Stop]]:
+        """The blocks that a rank computes with in a round, each with the stop that it makes there."""
+        turn, inner = divmod(round_index, self.per_host)
+        near = range(max(self.coalesce * (turn - 1), 1), min(self.coalesce * turn + 1, self.hosts)) if turn else (0,)
+        pairs = ((self.block_at(rank, Stop(distance, inner)), Stop(distance, inner)) for distance in near)
+        return [(block, stop) for block, stop in pairs if stop.distance in self.distances(turn, block)]
+
+    def before(self, distance: int, block: int) -> int:
+        """The distance that a block comes from; 0 is home.
+
+        One that was alone at a rank goes on from there to both of the next round, for home has its room for others.
+        """
+        return 1 if self.alone(block) and distance == 2 else max(distance - self.coalesce, 0)
+
+    def first_round(self, distance: int, block: int) -> int:
+        """The round in which a block's turn at a distance begins."""
+        return -(-(distance + self.alone(block) * (distance > 0)) // self.coalesce) * self.per_host
 
     def ends_turn(self, round_index: int) -> bool:
         """Whether a round is the last of a turn, in a ring whose turns have several."""

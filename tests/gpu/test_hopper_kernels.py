@@ -18,6 +18,7 @@ from tests.single_tiles import (
     check_backward,
     check_begun_and_ended,
     check_forward,
+    check_partial,
     check_parts_as_they_wait,
     make_tile,
 )
@@ -46,6 +47,11 @@ def test_backward(name: str, dtype: torch.dtype, dim: int, kv_heads: int, packed
     tile = make_tile(name, dtype, dim, dim, kv_heads, packed)
     assert serves_backward(backward_inputs(tile), tile.scale, DIMS)
     check_backward(tile, PIECES[name])
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "documents", "far-apart"])
+def test_a_partial_that_waits(name: str) -> None:
+    check_partial(make_tile(name, torch.float16, 128, 128, 2, True), PIECES[name])
 
 
 @pytest.mark.parametrize(("kv_heads", "parts"), [(2, 2), (1, 2), (1, 4)])

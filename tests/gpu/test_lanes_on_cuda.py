@@ -22,6 +22,12 @@ LATE_CYCLES = 10_000_000
 """Some 5 ms: longer than all rounds of a small ring."""
 TOKENS = 2048
 """Of a rank: vendors' kernels serve it and its halves."""
+ALLOWED = (
+    {"out": 0.0, "dq": 2e-3, "dk": 2e-3, "dv": 2e-3},
+    {"out": 5e-3, "dq": 3e-3, "dk": 3e-3, "dv": 3e-3},
+)
+"""By how much lanes may change results. dq is added up in any order, and so is what is rounded then. Side by side our
+kernels for Hopper round a round's partials, and what home gives to dk and dv, which one after another they do not."""
 
 
 @pytest.fixture(params=["FA4", "cudnn", "hopper"])
@@ -93,6 +99,7 @@ def test_no_stream_may_be_late(
     monkeypatch.setattr(engines.PhaseRun, "_rounds_are_apart", lambda self: False)
     wanted = run(kernel, ranks, mask, kv_heads)
     monkeypatch.undo()
+    first: list[list[Tensor]] = []
     for who in ("nobody", "lane 0", "lane 1", "caller", "copies"):
         with monkeypatch.context() as patched:
             patched.setattr(engines, "Lanes", lanes := late(who))
@@ -100,17 +107,12 @@ def test_no_stream_may_be_late(
                 patched.setattr(threads.ThreadRing, "_copy_on_gpu", late_copy)
             found = run(kernel, ranks, mask, kv_heads)
         assert lanes.used_at_all
+        first = first or found
         for rank, (mine, others) in enumerate(zip(found, wanted, strict=True)):
+            assert torch.equal(mine[0], first[rank][0]), (who, rank)
             for name, x, y in zip(("out", "dq", "dk", "dv"), mine, others, strict=True):
-                # dq is added up in any order, and so is what is rounded then. Side by side our kernel for Hopper rounds
-                # what home gives to dk and dv too.
                 error = (x.double() - y.double()).norm() / y.double().norm()
-                assert error <= (0.0 if name == "out" else 3e-3 if kernel == "hopper" else 2e-3), (
-                    who,
-                    rank,
-                    name,
-                    error,
-                )
+                assert error <= ALLOWED[kernel == "hopper"][name], (who, rank, name, error)
 
 
 copy_on_gpu = threads.ThreadRing._copy_on_gpu

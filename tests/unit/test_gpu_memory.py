@@ -105,9 +105,9 @@ CARDS: dict[str, tuple[tuple[int, int], str, str, float]] = {
     "Hopper": ((9, 0), "FA2", "auto", 1.0),
     "ours": ((9, 0), "FA4", "triton", 1.0),
     "ours in turns": ((9, 0), "FA2", "hopper", 1.0),
-    "cuDNN": ((9, 0), "FA2", "cudnn", 1.1),
+    "cuDNN": ((9, 0), "FA2", "cudnn", 1.11),
     "Ampere": ((8, 0), "FA2", "auto", 1.12),
-    "Blackwell": ((12, 0), "FA2", "auto", 1.1),
+    "Blackwell": ((12, 0), "FA2", "auto", 1.11),
 }
 """A chip, what is under torch's flash operator, the kernel that is asked for, and how much more a larger ring holds."""
 
@@ -118,7 +118,10 @@ CARDS: dict[str, tuple[tuple[int, int], str, str, float]] = {
 def test_a_large_ring_holds_what_one_of_four_holds(
     monkeypatch: pytest.MonkeyPatch, mask: Mask, layout: str, kv_heads: int, card: str
 ) -> None:
-    """To the byte, but where parts of dq wait: up to five shards of them, which a ring of four does not fill."""
+    """To the byte, but where parts of dq wait: up to five shards of them, which a ring of four does not fill.
+
+    And of oddly many ranks some compute with the first block and the last at once, which makes a part more.
+    """
     chip, flash, kernel, more = CARDS[card]
     monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -127,10 +130,11 @@ def test_a_large_ring_holds_what_one_of_four_holds(
     monkeypatch.setattr("burst_attention.tiles.block_table._cores", lambda device: 132)
     monkeypatch.setattr("burst_attention.tiles.cuda.active_flash", lambda: flash)
     monkeypatch.setattr("burst_attention.tiles.flash4.is_there", lambda device=None: flash == "FA4")
-    peaks = []
-    for ranks in (4, 5, 8, 16):
+    peaks = {}
+    for ranks in (4, 5, 6, 8, 16):
         shapes = {"heads": 32, "kv_heads": kv_heads, "head_dim": 128}
         made = plan(8192 * ranks, ranks, mask=mask, layout=layout, device="cuda", kernel=kernel, **shapes)
-        peaks.append(max(map(made.peak_bytes, range(ranks))))
-    assert peaks[0] <= min(peaks) and max(peaks) <= more * peaks[0], peaks
-    assert peaks[2] == peaks[3], "from 8 on"
+        peaks[ranks] = max(map(made.peak_bytes, range(ranks)))
+    assert peaks.pop(5) < 1.06 * peaks[4], peaks
+    assert peaks[4] <= min(peaks.values()) and max(peaks.values()) <= more * peaks[4], peaks
+    assert peaks[8] == peaks[16], "from 8 on"

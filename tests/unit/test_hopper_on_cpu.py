@@ -16,6 +16,7 @@ from tests.single_tiles import (
     check_backward,
     check_begun_and_ended,
     check_forward,
+    check_partial,
     check_parts_as_they_wait,
     make_tile,
 )
@@ -23,7 +24,7 @@ from tests.unit.gluon_on_cpu import BACKWARD, FORWARD, ORDERS, source_of, use_ch
 from tests.unit.hopper_chip import WrongOrderError
 
 BF16, FP16 = torch.bfloat16, torch.float16
-BATCH = {"documents": 1, "long": 1}
+BATCH = {"documents": 1, "long": 1, "far-apart": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +62,12 @@ def test_backward(
     use_chip(monkeypatch)
     tile = make_tile(name, dtype, dim, dim, kv_heads, packed, "cpu", BATCH.get(name, 2))
     check_backward(tile, PIECES[name])
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "documents", "far-apart"])
+def test_a_partial_that_waits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    use_chip(monkeypatch)
+    check_partial(make_tile(name, FP16, 128, 128, 2, True, "cpu", BATCH.get(name, 2)), PIECES[name])
 
 
 @pytest.mark.parametrize(("kv_heads", "parts"), [(2, 2), (1, 2), (1, 4)])

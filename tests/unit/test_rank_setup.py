@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import torch
 
 from burst_attention import causal, plan
-from burst_attention.engine import setup_of
+from burst_attention.rank_setup import setup_of
 from burst_attention.schedule import PhasePlan, Round
 from burst_attention.tiles.plain import PlainKernel
 

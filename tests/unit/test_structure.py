@@ -22,7 +22,7 @@ LAYERS = [
     {"layout"},
     {"schedule"},
     {"options", "tiles", "ring"},
-    {"work"},
+    {"work", "rank_setup"},
     {"agreement", "engine", "logits", "rendezvous"},
     {"ops", "loss"},
     {"heads_ops"},

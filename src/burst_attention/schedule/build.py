@@ -204,26 +204,28 @@ class _Builder:
         stops = [Stop(distance, inner) for inner in range(self.topology.per_host)]
         return unite_rows(moved_rows(p, self.side) for stop in stops if stop != HOME for p in self._visit(block, stop))
 
-    def _shared(self, block: int, distance: int) -> Rows:
-        """Rows needed at a host and already at the host that the block comes from, unless that is its own."""
-        before = distance - self.topology.coalesce
+    def _shared(self, block: int, distance: int, before: int) -> Rows:
+        """Rows needed at a host and at another, where the block was before, unless that is its own."""
         held = self.needed[block, before] if before > 0 else ()
         return intersect_rows(self.needed.get((block, distance), ()), held)
+
+    def _carried(self, block: int, distance: int) -> Rows:
+        """Rows that a host gets from where the block was before."""
+        return self._shared(block, distance, self.topology.before(distance, block))
 
     def _lay_operands(self, block: int) -> None:
         """Each host gets what it needs: from the host before where that needed it too, the rest from home."""
         topology = self.topology
         self._lay_turn(OPERAND, block, 0)
         for turn in range(1, topology.turns):
-            distances = topology.distances(turn)
-            fresh = {d: subtract_rows(self.needed[block, d], self._shared(block, d)) for d in distances}
+            distances = topology.distances(turn, block)
+            fresh = {d: subtract_rows(self.needed[block, d], self._carried(block, d)) for d in distances}
             # What home packs in round 0 for its own host lies in the same memory.
             packed = self._packed_first(block) if turn == 1 else unite_rows(p for rows in fresh.values() for p in rows)
             posted, due = (turn - 1) * topology.per_host, turn * topology.per_host - 1
             for distance in distances:
                 needed, target = self.needed[block, distance], topology.rank_at(block, Stop(distance, 0))
-                before = distance - topology.coalesce
-                shared = self._shared(block, distance)
+                before, shared = topology.before(distance, block), self._carried(block, distance)
                 for rows in stretches(shared, needed, self.needed[block, before]) if shared else ():
                     self._add(OPERAND, block, rows, topology.rank_at(block, Stop(before, 0)), target, posted, due)
                 for rows in stretches(fresh[distance], needed, packed):
@@ -233,7 +235,7 @@ class _Builder:
     def _lay_turn(self, channel: str, block: int, distance: int) -> None:
         """From rank to rank of one host: operands in the round before they are needed, results a round behind."""
         topology, needed = self.topology, self.needed[block, distance]
-        begin = topology.first_round(distance)
+        begin = topology.first_round(distance, block)
         for inner in range(1, topology.per_host) if needed else ():
             source, target = (topology.rank_at(block, Stop(distance, at)) for at in (inner - 1, inner))
             index = begin + inner - (channel == OPERAND)
@@ -244,7 +246,7 @@ class _Builder:
 
     def _packed_first(self, block: int) -> Rows:
         """What home packs in round 0: for its own host, and for the hosts of the first turn."""
-        distances = (0, *self.topology.distances(1)) if self.topology.turns > 1 else (0,)
+        distances = (0, *self.topology.distances(1, block)) if self.topology.turns > 1 else (0,)
         return unite_rows(pair for distance in distances for pair in self.needed[block, distance])
 
     def _lay_results(self, block: int) -> None:
@@ -259,10 +261,11 @@ class _Builder:
             self._lay_turn(RESULT, block, distance)
             if source == block or not needed:
                 continue
-            posted = topology.first_round(distance) + topology.per_host
+            posted = topology.first_round(distance, block) + topology.per_host
             due = min(posted + last, self.last_round)
-            onward = self._shared(block, distance + topology.coalesce) if distance and not self.straight else ()
-            target = topology.rank_at(block, Stop(distance + topology.coalesce, last))
+            after = distance + topology.coalesce
+            onward = () if self.straight else self._shared(block, after, distance)
+            target = topology.rank_at(block, Stop(after, last))
             for rows in stretches(onward, needed):
                 self._add(RESULT, block, rows, source, target, posted, due)
             due = posted if topology.link(source, block) == INSIDE else due
@@ -282,10 +285,9 @@ class _Builder:
             elif index > self.topology.visiting_rounds:
                 visits = (home_last,)
             else:
-                pairs = [(self.topology.block_at(rank, stop), stop) for stop in self.topology.stops(index)]
                 visits = tuple(
                     Visit(block, rows, self._visit(block, stop))
-                    for block, stop in pairs
+                    for block, stop in self.topology.visitors(index, rank)
                     if (rows := self.needed[block, stop.distance])
                 )
             sends, receives = self.sends[rank][index], self.receives[rank][index]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -77,11 +79,11 @@ def make_room(state: State) -> None:
         settle(state)
 
 
-def partials_bytes(phase: PhasePlan, rows: int) -> int:
-    """Of as many partials of so many rows as may wait."""
+def partials_bytes(phase: PhasePlan, rows: Iterable[int]) -> int:
+    """Of partials of so many rows each, as many as may wait."""
     shapes = phase.shapes
     row = shapes.batch * shapes.heads * (shapes.value_dim * shapes.dtype.itemsize + 4)
-    return MAX_PARTIALS * rows * row
+    return sum(sorted(rows)[-MAX_PARTIALS:]) * row
 
 
 def partials_of(state: State) -> list[Partial]:

@@ -63,8 +63,8 @@ class HopperKernel(DeferringKernel, TritonKernel):
     def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
         """Partials, or parts of dk and dv at home, where they wait."""
         if phase.phase == "forward" and phase.direction == "kv" and phase.topology.size > 1:
-            first, last = query_rows(step.pieces)
-            return partials_bytes(phase, last - first)
+            reached = [query_rows(other.pieces) for other in (*rounds_before(phase, step), step) if other.pieces]
+            return partials_bytes(phase, [last - first for first, last in reached])
         rounds = (*rounds_before(phase, step), step) if phase.phase == "backward" else ()
         if not self._lays_aside(phase, rounds):
             return super().workspace_bytes(phase, step, visiting)

@@ -174,7 +174,12 @@ CHOICES = (
     ),
     Choice("cuda", lambda: _gpu_kernel("cuda"), _gpu_refusal, "on a GPU, the fastest for each piece (policy.py)"),
     Choice("triton", lambda: _gpu_kernel("triton"), _triton_refusal, "takes a gradient on lse, which vendors do not"),
-    Choice("hopper", lambda: _gpu_kernel("hopper"), _hopper_refusal, "by name only, until it is measured in rings"),
+    Choice(
+        "hopper",
+        lambda: _gpu_kernel("hopper"),
+        _hopper_refusal,
+        "by name, where vendors' kernels and their ways are not wanted: any mask, on Hopper",
+    ),
     Choice("cudnn", lambda: _gpu_kernel("cudnn"), _cudnn_refusal, "by name only: it serves full and causal pieces"),
     Choice("flash", lambda: _gpu_kernel("flash"), _flash_refusal, "by name only, like cudnn"),
     Choice("plain", lambda: PLAIN, lambda request: None, "serves every dtype, head dim, mask and device"),

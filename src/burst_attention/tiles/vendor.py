@@ -23,6 +23,7 @@ from burst_attention.tiles.fused import stand_in_for_out
 from burst_attention.tiles.gpu import DeferringKernel, add_partial, make_room, partials_bytes
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.start import start
+from burst_attention.tiles.waiting import rounds_before
 
 
 class VendorKernel(DeferringKernel):
@@ -48,7 +49,8 @@ class VendorKernel(DeferringKernel):
         queries = max(piece.q_count for piece in step.pieces) * shapes.batch * shapes.heads
         keys = max(piece.k_count for piece in step.pieces) * shapes.batch * shapes.kv_heads
         if phase.phase == "forward":
-            return partials_bytes(phase, max(piece.q_count for piece in step.pieces))
+            rounds = *rounds_before(phase, step), step
+            return partials_bytes(phase, [piece.q_count for other in rounds for piece in other.pieces])
         made_up = visiting is not None and phase.direction == "query"
         query_side = shapes.head_dim + shapes.value_dim * (made_up + self.copies_out * (1 if made_up else 2))
         inside = queries * shapes.head_dim
