@@ -7,6 +7,7 @@ from collections.abc import Callable
 from table_rows import PAGE, latest, rows_of
 from tables_gpu import (
     gpu_breakdown_table,
+    gpu_busy_table,
     gpu_forward_table,
     gpu_goals_table,
     gpu_grid_table,
@@ -98,6 +99,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "claims": claims_table,
     "soak": soak_table,
     "gpu-goals": gpu_goals_table,
+    "gpu-busy": gpu_busy_table,
     "gpu-tax": gpu_tax_table,
     "gpu-grid": gpu_grid_table,
     "gpu-memory": gpu_memory_table,

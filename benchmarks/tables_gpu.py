@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Iterable
 
 from line_chart import line_chart
 from table_rows import PAGE, Row, heads_of, latest, of_suite
@@ -19,53 +18,78 @@ KERNELS = {
 }
 """What serves the pieces, by the kernel that was asked for and what is under torch's flash operator."""
 
-MANNERS = {"": "calls alone", "busy_": "busy"}
-"""Of timing (bench_timing.py), by how rows begin the names of what they measured."""
-
 GOALS = {("forward", 8192): 1.00, ("backward", 8192): 1.02, ("forward", 4096): 1.08, ("backward", 4096): 1.06}
 """What was asked of a ring of 8, zigzag causal, two blocks at once, by reference; of grouped heads no less."""
 
+GOALS_OF = ("FA4", "cuDNN, ours", "cuDNN")
+"""Of the kernels above, which are held against them."""
+
+TAX_KEYS = ("tokens_per_rank", "kv_heads", "coalesce", "copies", "flash", "kernel", "results", "direction")
+
 
 def gpu_goals_table() -> list[str]:
+    """Each against the fastest whole attention of its run, and what is made without FA4 against cuDNN's."""
     found = {}
-    for row in of_suite("gpu-tax"):
+    for row in _main_rows():
         plain = not row["copies"] and "results" not in row
-        if row["ranks"] == 8 and row["causal"] and row["coalesce"] == 2 and plain:
+        if row["coalesce"] == 2 and plain:
             found[row["tokens_per_rank"], row["kv_heads"], KERNELS[row["kernel"], row["flash"]]] = row
-    rows = {key: (found[*key, "FA4"], found[*key, "cuDNN"]) for key in itertools.product((8192, 4096), (32, 8))}
-    fa4, cudnn = (_manners(row[index] for row in rows.values()) for index in (0, 1))
-    names = [f"FA4: {fa4[manner]}" for manner in fa4] + [f"cuDNN: {cudnn[manner]}" for manner in cudnn]
-    lines = [f"| S | heads | phase | goal | {' | | '.join(names)} | |", "|" + "---|" * (4 + 2 * len(names))]
+    titles = [f"{name} | " for name in GOALS_OF]
+    lines = [f"| S | heads | phase | goal | {' | '.join(titles)} |", "|" + "---|" * (4 + 2 * len(titles))]
     for (phase, tokens), goal in GOALS.items():
         for kv_heads in (32, 8):
-            by_fa4, by_cudnn = rows[tokens, kv_heads]
-            taxes = [by_fa4[f"{manner}{phase}_tax"] for manner in fa4]
-            # cuDNN's against a whole attention by cuDNN.
-            taxes += [
-                8 * by_cudnn[f"{manner}{phase}_ms"] / by_cudnn[f"{manner}whole_cudnn_{phase}_ms"] for manner in cudnn
+            rows = [found[tokens, kv_heads, name] for name in GOALS_OF]
+            whole = [
+                min(_wholes(row, phase)) if row["flash"] != "FA2" else row[f"whole_cudnn_{phase}_ms"] for row in rows
             ]
+            taxes = [8 * row[f"{phase}_ms"] / ms for row, ms in zip(rows, whole, strict=True)]
             cells = " | ".join(f"**{tax:.3f}** | {'holds' if tax <= goal else 'missed'}" for tax in taxes)
-            lines.append(f"| {tokens} | {heads_of(by_fa4)} | {phase} | {goal:.2f} | {cells} |")
+            lines.append(f"| {tokens} | {heads_of(rows[0])} | {phase} | {goal:.2f} | {cells} |")
     return lines
 
 
-def _manners(rows: Iterable[Row]) -> dict[str, str]:
-    """Manners of timing that all rows have; older rows have the first alone."""
-    given = list(rows)
-    return {manner: name for manner, name in MANNERS.items() if all(f"{manner}forward_tax" in row for row in given)}
+def _wholes(row: Row, phase: str, manner: str = "") -> list[float]:
+    """Milliseconds of one whole attention by each that was timed."""
+    return [row[key] for key in row if fnmatch.fnmatchcase(key, f"{manner}whole_*_{phase}_ms")]
+
+
+def gpu_busy_table() -> list[str]:
+    """What was timed in both manners (bench_timing.py), the latest of each."""
+    titles = ["S", "heads", "kernels", "phase", "tax: calls alone", "busy", "ms of the slowest rank: alone", "busy"]
+    titles += ["whole, fastest, ms: alone", "busy", "GPU, torch, commit"]
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    rows = latest([row for row in _main_rows() if "busy_forward_tax" in row], *TAX_KEYS)
+    for row, phase in itertools.product(sorted(rows, key=_tax_order), ("forward", "backward")):
+        timed = [(row[f"{manner}{phase}_ms"], min(_wholes(row, phase, manner))) for manner in ("", "busy_")]
+        cells = [f"{row['tokens_per_rank']} | {heads_of(row)} | {KERNELS[row['kernel'], row['flash']]} | {phase}"]
+        cells += [f"**{row[f'{manner}{phase}_tax']:.3f}**" for manner in ("", "busy_")]
+        cells += [f"{ms:.2f}" for ms, _ in timed] + [f"{whole:.1f}" for _, whole in timed]
+        lines.append(f"| {' | '.join(cells)} | {row['gpu']}, {row['torch']}, {row['commit']} |")
+    return lines
+
+
+def _main_rows() -> list[Row]:
+    """Those of the cases that goals were set for; the others are the grid's."""
+    rows = [row for row in of_suite("gpu-tax") if row["ranks"] == 8 and row["causal"]]
+    return [row for row in rows if row["tokens_per_rank"] in (4096, 8192)]
+
+
+def _tax_order(row: Row) -> tuple[bool, int, int]:
+    return row["flash"] == "FA2", -row["tokens_per_rank"], -row["kv_heads"]
 
 
 def gpu_tax_table() -> list[str]:
-    keys = ("tokens_per_rank", "kv_heads", "coalesce", "copies", "flash", "kernel", "results", "direction")
-    rows = [row for row in of_suite("gpu-tax") if row["ranks"] == 8 and row["causal"] and "peak_gib" in row]
-    rows = latest([row for row in rows if row["tokens_per_rank"] in (4096, 8192)], *keys)
-    manners = [manner for manner in MANNERS if any(f"{manner}forward_tax" in row for row in rows)]
-    timed = ("tax: forward, backward", "ms of the slowest rank", "whole, fastest, ms")
-    titles = [title if not manner else "busy" for title in timed for manner in manners]
-    titles = ["S", "heads", "kernels", "blocks at once", "receives, ms by themselves", *titles]
-    titles += ["host, ms", "peak: measured, planned", "GPU, torch, commit"]
+    rows = latest([row for row in _main_rows() if "peak_gib" in row], *TAX_KEYS)
+    titles = ["S", "heads", "kernels", "blocks at once", "receives, ms by themselves", "tax: forward, backward"]
+    titles += [
+        "ms of the slowest rank",
+        "whole, fastest, ms",
+        "host, ms",
+        "peak: measured, planned",
+        "GPU, torch, commit",
+    ]
     lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
-    for row in sorted(rows, key=lambda row: (row["flash"] == "FA2", -row["tokens_per_rank"], -row["kv_heads"])):
+    for row in sorted(rows, key=_tax_order):
         receives = "by reference"
         if row["copies"]:
             receives = f"copied, {row['forward_copies_ms']:.2f} / {row['backward_copies_ms']:.2f}"
@@ -73,9 +97,9 @@ def gpu_tax_table() -> list[str]:
         cells = [
             f"{row['tokens_per_rank']} | {heads_of(row)} | {KERNELS[row['kernel'], row['flash']]}{sent}",
             f"{row['coalesce']} | {receives}",
-            *(_of_phases(row, f"{manner}{{phase}}_tax", "**{:.3f}**") for manner in manners),
-            *(_of_phases(row, f"{manner}{{phase}}_ms", "{:.2f}") for manner in manners),
-            *(_of_phases(row, f"{manner}whole_*_{{phase}}_ms", "{:.1f}") for manner in manners),
+            _of_phases(row, "{phase}_tax", "**{:.3f}**"),
+            _of_phases(row, "{phase}_ms", "{:.2f}"),
+            _of_phases(row, "whole_*_{phase}_ms", "{:.1f}"),
             _of_phases(row, "{phase}_host_ms", "{:.1f}"),
             f"{row['peak_gib']:.2f}, {row['planned_peak_gib']:.2f} GiB | {row['gpu']}, {row['torch']}, {row['commit']}",
         ]

@@ -155,7 +155,8 @@ def test_tables_can_be_made_of_what_is_measured(
         monkeypatch.setattr(
             tables_gpu, "of_suite", lambda suite, new=new: before(suite) + [r for r in new if r["suite"] == suite]
         )
-        for table in (tables_gpu.gpu_goals_table, tables_gpu.gpu_tax_table, tables_gpu.gpu_memory_table):
+        tables = (tables_gpu.gpu_goals_table, tables_gpu.gpu_busy_table, tables_gpu.gpu_tax_table)
+        for table in (*tables, tables_gpu.gpu_memory_table):
             lines = table()
             assert len({line.count("|") for line in lines}) == 1, (
                 f"{name}: {table.__name__} has lines of different width"

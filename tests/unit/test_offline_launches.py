@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton
 
 from burst_attention.geometry import Piece
-from burst_attention.merge import MAX_PARTS, Part, Partial, State
+from burst_attention.merge import MAX_PARTIALS, MAX_PARTS, Part, Partial, State
 from burst_attention.tiles import Accumulator, BackwardInputs, Gradients, block_table, fused, hopper, triton_kernel
 from burst_attention.tiles.triton_backward import key_gradients_kernel, query_gradients_kernel
 from burst_attention.tiles.triton_forward import forward_kernel
@@ -91,7 +91,7 @@ def test_every_pass_compiles(monkeypatch: pytest.MonkeyPatch, chip: int | str, d
         monkeypatch.setattr(fused, name, getattr(fused, name)._replace(programs=1))
     statistics = torch.zeros(1, HEADS, ROWS)
     state = State(torch.zeros(1, HEADS, ROWS, dim), statistics.clone(), statistics.clone())
-    for count, load, finished in ((1, True, None), (7, False, (rows(dim), statistics.clone()))):
+    for count, load, finished in ((1, True, None), (MAX_PARTIALS, False, (rows(dim), statistics.clone()))):
         fused.merge_partials(state, [Partial(0, rows(dim), statistics)] * count, load, finished)
     most = MAX_PARTS + 3  # and parts of dq that grew
     passes = [(1, False, False), (most, True, False)]

@@ -53,6 +53,12 @@ def test_gradients_of_keys_go_straight_home_as_the_kernel_gives_them(
     assert not chain.straight and found.total_bytes <= chain.total_bytes
 
 
+@pytest.mark.parametrize("changes", [{"mask": causal() & window(1000)}, {"tokens": SHARD * RANKS - 4}], ids=str)
+def test_what_vendors_do_not_serve_our_backward_for_hopper_gives_as_it_travels(changes: dict[str, Any]) -> None:
+    """For heads that it was measured with."""
+    assert backward(**changes).straight and not backward(**changes, head_dim=64).straight
+
+
 @pytest.mark.parametrize("mask", [causal(), causal() & window(1000)], ids=str)
 def test_our_backward_for_hopper_by_name_gives_gradients_of_any_mask_as_they_travel(mask: Any) -> None:
     """Where queries would move in a chain, and where keys would."""
@@ -80,8 +86,8 @@ def test_gradients_of_visiting_queries_are_summed_in_fp32(kernel: str) -> None:
         {"device": "cpu"},
         {"ranks_per_host": 2, "coalesce": 1},
         {"head_degree": 2},
-        {"mask": causal() & window(1000)},
-        {"tokens": SHARD * RANKS - 4},
+        {"mask": causal() & window(1000), "head_dim": 64},
+        {"tokens": SHARD * RANKS - 4, "head_dim": 64},
         {"dtype": torch.float32},
         {"head_dim": 20},
         {"kv_heads": 1},
@@ -135,8 +141,12 @@ def test_one_host_is_planned_as_it_is_called() -> None:
     assert backward(ranks_per_host=RANKS) == backward(ranks_per_host=1)
 
 
-@pytest.mark.parametrize(("mask", "plans"), [(causal() & window(999), 1), (causal(), 2)], ids=str)
-def test_at_most_one_plan_more_is_made(monkeypatch: pytest.MonkeyPatch, mask: Any, plans: int) -> None:
+@pytest.mark.parametrize(
+    ("mask", "head_dim", "plans"),
+    [(causal() & window(999), 64, 1), (causal() & window(999), 128, 2), (causal(), 128, 2)],
+    ids=str,
+)
+def test_at_most_one_plan_more_is_made(monkeypatch: pytest.MonkeyPatch, mask: Any, head_dim: int, plans: int) -> None:
     """Masks change with every batch of packed documents, and a plan takes a while."""
     made = []
 
@@ -148,7 +158,7 @@ def test_at_most_one_plan_more_is_made(monkeypatch: pytest.MonkeyPatch, mask: An
     # Without what it keeps: another test may have asked already.
     monkeypatch.setattr(ops, "saves_sums", ops.saves_sums.__wrapped__)  # type: ignore[attr-defined]
     monkeypatch.setattr(ops, "build_plan", build)
-    backward(mask=mask, tokens=RANKS * SHARD, heads=4)
+    backward(mask=mask, tokens=RANKS * SHARD, heads=4, head_dim=head_dim)
     assert len(made) == plans
 
 

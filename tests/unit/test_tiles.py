@@ -322,8 +322,9 @@ def test_a_plan_counts_the_workspace_of_who_would_compute_on_this_gpu(monkeypatc
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr("burst_attention.tiles.cuda.has_async_add", lambda: True)
+    monkeypatch.setattr("burst_attention.tiles.block_table._cores", lambda device: 132)
     monkeypatch.setattr("burst_attention.tiles.cuda.active_flash", lambda: "FA2")
-    assert planned() == ours, "cuDNN's forward holds less than our backward"
+    assert ours < planned() == planned(kernel="hopper"), "cuDNN's forward holds less than our backward"
     monkeypatch.setattr("burst_attention.tiles.cuda.active_flash", lambda: "FA4")
     monkeypatch.setattr("burst_attention.tiles.flash4.is_there", lambda device=None: True)
     assert planned() == vendors
