@@ -218,7 +218,7 @@ def test_a_state_that_does_not_defer_is_merged_at_once() -> None:
 
 
 def test_too_many_partials_at_once_are_refused() -> None:
-    with pytest.raises(AssertionError, match="at most 7 partials, got 9"):
+    with pytest.raises(AssertionError, match="at most 5 partials, got 9"):
         merge_partials(empty_state(torch.empty(2, 3, 70, 1), 24), partials() * 3, load=True)
 
 
