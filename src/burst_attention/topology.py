@@ -37,7 +37,7 @@ class DoubleRing:
     Under a causal mask blocks of earlier tokens give other pieces than blocks of later ones: in the zigzag layout all
     queries with half of the keys, or half of the queries with all keys. Two of one kind join to a large piece, which
     the first and the last block of the ring never do. So of two blocks at once, in a ring of evenly many ranks, every
-    other block begins with a round `alone`; then no rank has those two in one round:
+    other block may begin with a round `alone`; then no rank has those two in one round:
 
         round      0      1       2       3
         distance   home   1       2, 3    4, 5    ...
@@ -47,12 +47,20 @@ class DoubleRing:
     per_host: int = 1
     step: int = 1
     coalesce: int = 1
+    staggered: bool = False
+    """Whether every other block begins alone."""
 
     def __post_init__(self) -> None:
         if self.size % self.per_host:
             raise ValueError(f"{self.size} ranks cannot be {self.per_host} on every host")
         if self.per_host > 1 and self.coalesce > 1:
             raise ValueError(f"coalesce={self.coalesce} needs a flat ring; a double ring computes one block a round")
+        if self.staggered and not self.can_be_staggered:
+            raise ValueError("blocks begin alone only where two are computed at once, in a ring of evenly many ranks")
+
+    @property
+    def can_be_staggered(self) -> bool:
+        return self.coalesce == 2 and self.size % 2 == 0
 
     @property
     def hosts(self) -> int:
@@ -82,7 +90,7 @@ class DoubleRing:
 
     def alone(self, block: int) -> bool:
         """Whether a block visits one rank in its first round where others visit two."""
-        return self.coalesce == 2 and self.size % 2 == 0 and block % 2 == (self.step > 0)
+        return self.staggered and block % 2 == (self.step > 0)
 
     def distances(self, turn: int, block: int) -> range:
         """The distances of the hosts that compute with a block in a turn; turn 0 is home's."""

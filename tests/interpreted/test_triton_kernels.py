@@ -22,7 +22,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 from burst_attention.tiles import block_table as block_tables
 from burst_attention.tiles import fused
-from burst_attention.tiles.cuda import rectangle_and_triangle
 from burst_attention.tiles.fused import (
     copy_on_gpu,
     fused_delta,
@@ -31,9 +30,10 @@ from burst_attention.tiles.fused import (
     stand_in_for_out,
     sum_parts,
 )
-from burst_attention.tiles.gpu import finish_deferred, settle
+from burst_attention.tiles.gpu import add_partial, finish_deferred, settle
+from burst_attention.tiles.split import rectangle_and_triangle
 from burst_attention.tiles.triton_kernel import TritonKernel
-from burst_attention.tiles.vendor import CudnnKernel, add_partial
+from burst_attention.tiles.vendor import CudnnKernel
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 PIECES: dict[str, tuple[Piece, ...]] = {

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from burst_attention import Mask, Plan, causal, full, plan
+from burst_attention import Mask, Plan, causal, full, plan, window
 from burst_attention.geometry import Piece, full_piece
 from burst_attention.schedule import PhasePlan, simulate
 from burst_attention.topology import DoubleRing, Stop
@@ -47,22 +47,45 @@ def test_rounds_are_home_then_groups_of_blocks_then_home_where_results_return(ri
     for phase, returns in zip(phases(made), (False, ring_size > 1), strict=True):
         for rank, rounds in enumerate(phase.rounds):
             assert [step.index for step in rounds] == list(range(1 + len(groups) + returns))
-            # In rings of evenly many ranks every other one begins with a block alone.
-            begins_alone = coalesce == 2 and ring_size % 2 == 0 and rank % 2 == 1
-            visiting = groups[::-1] if begins_alone else groups
-            assert [len(step.visits) for step in rounds] == [1, *visiting, *[1] * returns]
+            assert [len(step.visits) for step in rounds] == [1, *groups, *[1] * returns]
             at_home = [step.index for step in rounds if [visit.block for visit in step.visits] == [rank]]
             assert at_home == [0, *[1 + len(groups)] * returns]
             assert all(visit.rows == () for index in at_home for visit in rounds[index].visits)
 
 
-@pytest.mark.parametrize("ring_size", range(1, 10))
-@pytest.mark.parametrize("coalesce", [1, 2, 3, 4])
+@pytest.mark.parametrize("ring_size", [4, 6, 8])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_every_other_block_begins_alone_where_that_joins_more(ring_size: int, direction: str) -> None:
+    """In causal zigzag rings each rank begins with one block or two, and then has those that belong together."""
+    for phase in phases(ring_plan(ring_size, 2, direction, causal())):
+        assert phase.topology.staggered
+        for rank, rounds in enumerate(phase.rounds):
+            visiting = [tuple(sorted(visit.block for visit in step.visits)) for step in rounds if step.row_count]
+            pairs = {(first, first + 1) for first in range(0, ring_size, 2) if rank not in (first, first + 1)}
+            alone = (rank ^ 1,)
+            assert set(visiting) == {*pairs, alone} and len(visiting) == ring_size // 2
+            assert visiting.index(alone) in (0, len(visiting) - 1)
+        for other in (full(), causal() & window(SHARD)):
+            assert not any(each.topology.staggered for each in phases(ring_plan(ring_size, 2, direction, other)))
+    assert not any(each.topology.staggered for each in phases(ring_plan(ring_size + 1, 2, direction, causal())))
+
+
+def test_blocks_do_not_begin_alone_in_rings_where_that_would_take_a_round_more() -> None:
+    for size, coalesce in ((5, 2), (6, 3), (6, 1)):
+        with pytest.raises(ValueError, match="blocks begin alone only where two are computed at once"):
+            DoubleRing(size, coalesce=coalesce, staggered=True)
+
+
+RINGS = [(size, coalesce, False) for size in range(1, 10) for coalesce in (1, 2, 3, 4)]
+RINGS += [(size, 2, True) for size in (2, 4, 6, 8)]
+
+
+@pytest.mark.parametrize(("ring_size", "coalesce", "staggered"), RINGS)
 @pytest.mark.parametrize("way", [1, -1])
 def test_every_distance_has_one_round_and_every_pair_of_ranks_one_distance(
-    ring_size: int, coalesce: int, way: int
+    ring_size: int, coalesce: int, staggered: bool, way: int
 ) -> None:
-    ring = DoubleRing(ring_size, 1, way, coalesce)
+    ring = DoubleRing(ring_size, 1, way, coalesce, staggered)
     visiting = range(1, ring.visiting_rounds + 1)
     for block in range(ring_size):
         assert list(ring.distances(0, block)) == [0]

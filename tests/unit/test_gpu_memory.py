@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from burst_attention import Layout, Mask, Ring, burst_attention, causal, full, plan, run_ranks
+from burst_attention import Layout, Mask, Ring, blocks, burst_attention, causal, full, plan, run_ranks
 
 pytest.importorskip("triton")
 from tests.unit import fake_gpu
@@ -74,6 +74,38 @@ def test_the_plan_says_what_our_own_kernels_hold(
     way = WAYS["straight" if kernel == "hopper" else "chain"]
     share = held_and_planned(monkeypatch, mask, kv_heads, ranks, kernel=kernel, coalesce=2, **way)
     assert 0.97 < share < 1.01
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (16, 1)], ids=str)
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("kernel", ["cuDNN", "hopper", "triton"])
+def test_forward_alone_holds_no_more_than_planned(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, mask: str, heads: int, kv_heads: int, ranks: int
+) -> None:
+    """Results are there beside all that they are made of, which with few key heads is much of it."""
+    monkeypatch.setattr(f"{__name__}.HEADS", heads)
+    share = held_and_planned(monkeypatch, mask, kv_heads, ranks, kernel=kernel, needs="", coalesce=2)
+    assert 0.75 < share < 1.01
+
+
+@pytest.mark.parametrize("needs", ["q", "k", "qv"])
+@pytest.mark.parametrize("kernel", ["hopper", "triton"])
+def test_some_gradients_by_our_own_kernels_hold_no_more_than_planned(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, needs: str
+) -> None:
+    share = held_and_planned(monkeypatch, "causal", 2, 4, needs=needs, kernel=kernel, **WAYS["straight"])
+    assert 0.75 < share < 1.01
+
+
+@pytest.mark.parametrize("results", ["auto", "straight", "chain"])
+@pytest.mark.parametrize("kernel", ["auto", "hopper"])
+def test_ranks_whose_own_block_is_empty_have_a_plan(kernel: str, results: str) -> None:
+    others = blocks(~torch.eye(4, dtype=torch.bool), 64)
+    made = plan(
+        256, 4, heads=4, head_dim=64, mask=others, device="cuda", direction="kv", kernel=kernel, results=results
+    )
+    assert all(made.peak_bytes(rank) > 0 for rank in range(4))
 
 
 @pytest.mark.parametrize(

@@ -83,17 +83,36 @@ def _choose(
 ) -> PhasePlan:
     """Of either side and either way round, what moves the fewest bytes between hosts, then in all, then messages."""
     pieces = piece_table(mask, layout, key_layout)
-    candidates = []
-    for side in DIRECTIONS if direction == "auto" else (direction,):
+
+    def lay(side: str, topology: DoubleRing) -> PhasePlan:
         home = key_layout if side == "kv" else layout
         local_rows = tuple(home.local_tokens(rank) for rank in range(home.ring_size))
         operands, results = moved_fields(phase, side, needs)
         bundles = make_bundle(operands, shapes), make_bundle(results, shapes, wire_dtype)
-        for step in (1, -1):
-            topology = DoubleRing(layout.ring_size, per_host, step, min(coalesce, max(layout.ring_size - 1, 1)))
-            rounds = _Builder(topology, pieces, side, bundles, shapes.halves(), straight).rounds()
-            candidates.append(PhasePlan(phase, side, topology, *bundles, shapes, needs, local_rows, rounds, straight))
-    return min(candidates, key=lambda plan: (plan.bytes_between_hosts, plan.total_bytes, plan.total_messages))
+        rounds = _Builder(topology, pieces, side, bundles, shapes.halves(), straight).rounds()
+        return PhasePlan(phase, side, topology, *bundles, shapes, needs, local_rows, rounds, straight)
+
+    together = min(coalesce, max(layout.ring_size - 1, 1))
+    candidates = [
+        lay(side, DoubleRing(layout.ring_size, per_host, step, together))
+        for side in (DIRECTIONS if direction == "auto" else (direction,))
+        for step in (1, -1)
+    ]
+    best = min(candidates, key=lambda plan: (plan.bytes_between_hosts, plan.total_bytes, plan.total_messages))
+    if not best.topology.can_be_staggered:
+        return best
+    staggered = lay(best.direction, replace(best.topology, staggered=True))
+    return staggered if _joins_more(staggered, best) else best
+
+
+def _joins_more(one: PhasePlan, other: PhasePlan) -> bool:
+    """Whether ranks compute fewer pieces, each of them larger, for no more bytes and in no larger buffers."""
+    sizes = [
+        (plan.total_bytes, plan.total_bytes_held, sum(len(step.pieces) for rounds in plan.rounds for step in rounds))
+        for plan in (one, other)
+    ]
+    (sent, held, pieces), (most_sent, most_held, most_pieces) = sizes
+    return sent <= most_sent and held <= most_held and pieces < most_pieces
 
 
 @kept(16)

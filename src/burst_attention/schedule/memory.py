@@ -44,8 +44,8 @@ def ending_bytes(plan: Plan, phase: PhasePlan, rank: int) -> int:
     gradients = _row_bytes(phase, tuple(f"d{name}" for name in phase.needs), rank, plan)
     results = gradients * phase.shapes.dtype.itemsize // phase.shapes.accumulate_dtype.itemsize
     of_heads = replace(phase, shapes=phase.shapes.of_heads(last.heads))
-    work = plan.kernel.workspace_bytes(of_heads, last, None) + plan.kernel.ending_bytes(of_heads, last)
-    return arrived + results + work
+    work = plan.kernel.workspace_bytes(of_heads, last, None) if last.pieces else 0
+    return arrived + results + work + plan.kernel.ending_bytes(of_heads, last)
 
 
 def phase_bytes(phase: PhasePlan, rank: int, kernel: TileCosts | None, groups: int) -> int:
@@ -80,16 +80,10 @@ def accumulator_bytes(plan: Plan, rank: int, phase: str) -> int:
     copies = tuple(x for side, names in COPIES[phase].items() if plan.row_order(rank, side) is not None for x in names)
     wanted = plan.backward.needs if plan.backward else ""
     kept = ("acc", "peak", "total") if phase == "forward" else ("delta", *(f"d{name}" for name in wanted))
-    if phase == "forward" and _ends_in_halves(plan, rank):
+    if phase == "forward" and plan.kernel is not None and plan.kernel.defers:
+        # A state that defers is ended, with all that waits, into results of their own.
         kept = (*kept, "out", "lse")
     return _row_bytes(plan.phase(phase), (*kept, *copies), rank, plan)
-
-
-def _ends_in_halves(plan: Plan, rank: int) -> bool:
-    """Whether results have their room already when the last visitors are computed."""
-    if plan.kernel is None or plan.groups > 1:
-        return False
-    return plan.forward.last_halves(rank, plan.kernel, ANY_SCALE) is not None
 
 
 def _row_bytes(phase: PhasePlan, names: tuple[str, ...], rank: int, plan: Plan) -> int:

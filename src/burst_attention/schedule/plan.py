@@ -156,6 +156,8 @@ class TileCosts(Protocol):
     """What a plan asks of the kernel that runs it."""
 
     name: str
+    defers: bool
+    """Whether what forward leaves waits until it is ended."""
 
     @property
     def parts_wait(self) -> bool:
@@ -326,6 +328,13 @@ class PhasePlan:
                 for slot, rows in (packed, (self.slot_of(step.index), step.row_count if visiting else 0)):
                     sizes[slot] = max(sizes[slot], rows)
         return max(sizes[:2]), max(sizes[:2]), max(sizes[2:4]), max(sizes[2:4]), sizes[4]
+
+    @cached_property
+    def total_bytes_held(self) -> int:
+        """Of a rank's buffers for what travels, results as they travel."""
+        rows = self.result_slot_rows
+        results = 2 * rows.computed + rows.held + self.arrival_slots * rows.received + rows.received_long
+        return sum(self.slot_rows) * self.operands.row_bytes + results * self.results.row_bytes
 
     @cached_property
     def result_slot_rows(self) -> ResultRows:

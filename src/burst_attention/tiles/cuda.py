@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from burst_attention.geometry import Piece, full_piece
+from burst_attention.geometry import Piece
 from burst_attention.merge import State
 from burst_attention.schedule import Bundle, PhasePlan, Round
 from burst_attention.schedule.plan import sign_of
@@ -20,7 +20,7 @@ from burst_attention.tiles.hopper import has_async_add, has_gluon
 from burst_attention.tiles.hopper_kernel import HopperKernel
 from burst_attention.tiles.policy import PLANNED_FOR, Case, active_flash, capability_of, choose
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
-from burst_attention.tiles.split import FULL, split_piece
+from burst_attention.tiles.split import rectangle_and_triangle
 from burst_attention.tiles.triton_kernel import TritonKernel
 from burst_attention.tiles.vendor import CudnnKernel, FlashKernel
 
@@ -99,16 +99,6 @@ class CudaKernel(DeferringKernel):
             for part, name in parts.items():
                 groups[name].append(part)
         return [(name, group) for name, group in groups.items() if group]
-
-
-def rectangle_and_triangle(piece: Piece) -> list[Piece]:
-    """A piece below a diagonal, as a cut through a causal one leaves it, in two parts that vendor kernels serve."""
-    if piece.is_full or not piece.is_lower:
-        return [piece]
-    tiles = split_piece(piece, piece.q_count, piece.k_count)
-    return [
-        full_piece(t.q0, t.q1 - t.q0, t.k0, t.k1 - t.k0) if t.kind == FULL else t.piece._replace(low=0) for t in tiles
-    ]
 
 
 def facts(device: torch.device | None) -> tuple[tuple[int, int], str, bool, bool]:

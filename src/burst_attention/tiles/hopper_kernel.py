@@ -82,7 +82,7 @@ class HopperKernel(DeferringKernel, TritonKernel):
 
     def _lays_aside(self, phase: PhasePlan, rounds: Sequence[Round]) -> bool:
         """Whether rounds may run side by side, as the engine has it: results travel as they are computed."""
-        if not rounds or not phase.straight or phase.topology.size == 1:
+        if not rounds or not phase.straight or not phase.results.fields or phase.topology.size == 1:
             return False
         precise = all(field.dtype == phase.shapes.accumulate_dtype for field in phase.results.fields)
         # Of all heads: the phase may be that of half of them.

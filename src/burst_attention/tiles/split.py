@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_attention.geometry import Piece
+from burst_attention.geometry import Piece, full_piece
 
 FULL, CAUSAL, MASKED = "full", "causal", "masked"
 
@@ -99,3 +99,13 @@ def rows_without_keys(tile: Tile, device: torch.device) -> Tensor | None:
     first, last = x - tile.piece.high + 1, x - tile.piece.low + 1
     empty = last.clamp(max=tile.piece.k_count) <= first.clamp(min=0)
     return empty if bool(empty.any()) else None
+
+
+def rectangle_and_triangle(piece: Piece) -> list[Piece]:
+    """A piece below a diagonal, as a cut through a causal one leaves it, in two parts that vendor kernels serve."""
+    if piece.is_full or not piece.is_lower:
+        return [piece]
+    tiles = split_piece(piece, piece.q_count, piece.k_count)
+    return [
+        full_piece(t.q0, t.q1 - t.q0, t.k0, t.k1 - t.k0) if t.kind == FULL else t.piece._replace(low=0) for t in tiles
+    ]

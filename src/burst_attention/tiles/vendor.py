@@ -22,6 +22,7 @@ from burst_attention.tiles import flash4
 from burst_attention.tiles.fused import stand_in_for_out
 from burst_attention.tiles.gpu import DeferringKernel, add_partial, make_room, partials_bytes
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
+from burst_attention.tiles.split import rectangle_and_triangle
 from burst_attention.tiles.start import start
 from burst_attention.tiles.waiting import rounds_before
 
@@ -50,7 +51,8 @@ class VendorKernel(DeferringKernel):
         keys = max(piece.k_count for piece in step.pieces) * shapes.batch * shapes.kv_heads
         if phase.phase == "forward":
             rounds = *rounds_before(phase, step), step
-            return partials_bytes(phase, [piece.q_count for other in rounds for piece in other.pieces])
+            pieces = (piece for other in rounds for piece in other.pieces)
+            return partials_bytes(phase, [part.q_count for piece in pieces for part in rectangle_and_triangle(piece)])
         made_up = visiting is not None and phase.direction == "query"
         query_side = shapes.head_dim + shapes.value_dim * (made_up + self.copies_out * (1 if made_up else 2))
         inside = queries * shapes.head_dim
