@@ -91,7 +91,7 @@ def burst_attention(
             fp64 inputs), but for gradients that `results="auto"` sends as a kernel gives them. Row statistics always
             travel in that; q, k, v and dout in their own dtype.
         kernel: "auto" takes the fastest for each piece. "plain" runs anywhere; "flash" is torch's own flash operator;
-            on a GPU also "triton", our own, "hopper", ours for that chip, in rounds that take turns (bf16 and fp16, head
+            on a GPU also "triton", our own, "hopper", ours for that chip in rounds that take turns (bf16 and fp16, head
             dims 64 and 128), and "cudnn". "flash" on a GPU and "cudnn" serve full and causal pieces.
         return_lse: also return lse (B, H, S), natural log, fp32 (fp64 for fp64 inputs), differentiable.
         check: "always" compares all ranks' calls before the first hop, "first" only for a call not seen before,
