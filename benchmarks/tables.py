@@ -130,6 +130,8 @@ def with_tables(text: str) -> str:
     """The page with every table made anew."""
     for name, table in TABLES.items():
         start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        if text.count(start) != 1 or text.count(end) != 1:
+            raise ValueError(f"the page needs {start} and {end} once each")
         head, _, rest = text.partition(start)
         _, _, tail = rest.partition(end)
         text = f"{head}{start}\n" + "\n".join(table()) + f"\n{end}{tail}"

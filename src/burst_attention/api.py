@@ -109,8 +109,9 @@ def burst_attention(
             each adding its part, or "straight" from each, added at home. No more bytes, and with a narrow `wire_dtype`
             each part is rounded once; for ranks that all reach each other alike, in a flat ring (on several hosts,
             with topology="flat"). "auto" is straight on GPUs of one host whose kernels give gradients in q's dtype, as
-            FlashAttention-4 and cuDNN do for full and causal masks: dk and dv travel as they are, keys and values with
-            them, if that is no more bytes and H is at most 5 times G. Elsewhere, and with check="off", it is a chain.
+            FlashAttention-4 and cuDNN do for full and causal masks, and ours for Hopper for any: dk and dv travel as
+            they are, keys and values with them, if that is no more bytes and H is at most 5 times G. Elsewhere, and
+            with check="off", it is a chain.
         heads: how many neighbouring ranks exchange heads for tokens before the ring (Ulysses): with as many as a host
             has, blocks travel between hosts alone; with all of them there is no ring. A divisor of the ring's size and
             at most the number of query heads; key heads are split, or copied where there are too few.

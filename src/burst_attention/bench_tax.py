@@ -85,8 +85,7 @@ OTHER_VARIANTS: tuple[dict[str, Any], ...] = (
     {"kernel": "hopper", "coalesce": 2, "copies": True},
 )
 RANKS_TIMED = (*range(8), 11, 15)
-"""Of a ring of up to 8 all. The slowest is one whose coalesced blocks lie on both sides of the diagonal: 2, 4 or 6 in
-forward, 1, 3 or 5 in backward, where W is 8."""
+"""Of a ring of up to 8 all: mostly forward the last are slowest, backward the first, whose tiles have few queries."""
 GRID_RANKS = (1, 2, 4, 7, 15, 0)
 """Of the grid, for time: those that were slowest in the main cases, and both ends."""
 HOST_REPEAT = 5

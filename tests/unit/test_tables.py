@@ -21,5 +21,8 @@ def test_the_page_is_what_rows_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     text = page.read_text()
     assert tables.with_tables(text) == text, "run python benchmarks/tables.py"
     assert tables_gpu.PLOT.read_text() == plot.read_text(), "run python benchmarks/tables.py"
+    for spoilt in (text.replace("<!-- gpu-tax -->", ""), text + "<!-- end of gpu-tax -->"):
+        with pytest.raises(ValueError, match="the page needs <!-- gpu-tax --> and <!-- end of gpu-tax --> once each"):
+            tables.with_tables(spoilt)
     for name in ("tables", "tables_gpu"):
         sys.modules.pop(name)

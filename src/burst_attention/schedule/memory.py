@@ -2,8 +2,8 @@
 
 Counted beyond the caller's q, k, v and dout. Buffers are allocated once per call, so the peak is their sum plus the
 largest workspace of any round. For full and causal masks, one block at a time, they do not depend on the number of
-ranks; with two blocks they are the same from 4 on, and with what vendors' kernels let wait from 4 or from 8 on
-(docs/limits.md).
+ranks; with two blocks they are the same from 4 on in rings of evenly many, and with what vendors' kernels let wait from
+4 or from 8 on (docs/limits.md).
 """
 
 from __future__ import annotations
