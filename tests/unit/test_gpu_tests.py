@@ -35,7 +35,7 @@ def test_they_pass_where_there_is_no_gpu(name: str, chosen: str, fewest: int) ->
     command = [sys.executable, "-m", "pytest", "-p", "tests.pretended_cuda", f"tests/gpu/test_{name}.py", "-k", chosen]
     ran = run(command)
     if ran.returncode < 0:
-        # Of some twenty-five runs of lanes_on_cuda a signal (SIGSEGV) ended one; why is not known. What fails runs once.
+        # A signal (SIGSEGV) ended one of some 25 runs of lanes_on_cuda; why is not known. What fails runs once.
         warnings.warn(f"{name}: signal {-ran.returncode}\n{ran.stderr[:4000]}", stacklevel=1)
         ran = run(command)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[:4000]
