@@ -99,11 +99,6 @@ class DoubleRing:
         first = self.coalesce * (turn - 1) + 1 - self.alone(block)
         return range(max(first, 1), min(first + self.coalesce, self.hosts))
 
-    def stops(self, round_index: int, block: int) -> list[Stop]:
-        """The stops that a block makes in a round."""
-        turn, inner = divmod(round_index, self.per_host)
-        return [Stop(distance, inner) for distance in self.distances(turn, block)]
-
     def visitors(self, round_index: int, rank: int) -> list[tuple[int, Stop]]:
         """The blocks that a rank computes with in a round, each with the stop that it makes there."""
         turn, inner = divmod(round_index, self.per_host)

@@ -33,8 +33,9 @@ def ring_plan(hosts: int, per_host: int, direction: str = "kv", mask: object = N
 def test_a_block_visits_every_rank_once_host_by_host(hosts: int, per_host: int, way: int) -> None:
     ring = DoubleRing(hosts * per_host, per_host, way)
     for block in range(ring.size):
-        rounds = range(ring.visiting_rounds + 1)
-        order = [ring.rank_at(block, stop) for index in rounds for stop in ring.stops(index, block)]
+        turns = [ring.distances(turn, block) for turn in range(ring.turns)]
+        visits = [Stop(d, inner) for distances in turns for inner in range(per_host) for d in distances]
+        order = [ring.rank_at(block, stop) for stop in visits]
         assert sorted(order) == list(range(ring.size)) and order[0] == block
         assert [rank // per_host for rank in order[::per_host]] == [
             (block // per_host + way * d) % hosts for d in range(hosts)
