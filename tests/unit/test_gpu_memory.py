@@ -11,6 +11,7 @@ import torch
 from burst_attention import Layout, Mask, Ring, blocks, burst_attention, causal, full, plan, run_ranks
 
 pytest.importorskip("triton")
+from burst_attention.tiles import vendor
 from tests.unit import fake_gpu
 
 SHARD, HEADS, DIM = 64, 4, 16
@@ -87,6 +88,15 @@ def test_forward_alone_holds_no_more_than_planned(
     monkeypatch.setattr(f"{__name__}.HEADS", heads)
     share = held_and_planned(monkeypatch, mask, kv_heads, ranks, kernel=kernel, needs="", coalesce=2)
     assert 0.75 < share < 1.01
+
+
+def test_a_piece_that_is_cut_in_a_rectangle_and_a_triangle_leaves_two_partials() -> None:
+    """Queries that begin later than their keys; 48 of them on a rank."""
+    layouts: dict[str, Any] = {"layout": Layout("contiguous", 144, 3, 24), "key_layout": Layout("contiguous", 168, 3)}
+    made = plan(144, 3, heads=2, head_dim=64, mask=causal(), device="cuda", forward_direction="kv", **layouts)
+    step = made.forward.rounds[0][0]
+    assert [piece.q_count for piece in step.pieces] == [48] and not step.pieces[0].is_full
+    assert vendor.FlashKernel().workspace_bytes(made.forward, step, None) == 2 * 48 * 2 * (64 * 2 + 4)
 
 
 @pytest.mark.parametrize("needs", ["q", "k", "qv"])
