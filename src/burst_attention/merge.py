@@ -50,12 +50,28 @@ class Partial(NamedTuple):
         return Partial(self.first, out, lse, first)
 
 
+class BlockOrder(NamedTuple):
+    """An order of a kernel's own: block of rows after block of rows, and in each of them the numbers as a table says.
+
+    `table` has, for every number of a block (rows, dim), where in the block it is.
+    """
+
+    table: Tensor
+    rows: int
+    scale: float
+    """That its numbers are yet to be multiplied by."""
+
+
 class Part(NamedTuple):
-    """A kernel's part of a gradient (B, heads, rows, dim): for the rows from `row` on and the heads from `head` on."""
+    """A kernel's part of a gradient (B, heads, rows, dim): for the rows from `row` on and the heads from `head` on.
+
+    With an order its rows lie next to each other as far as strides tell.
+    """
 
     row: int
     head: int
     tensor: Tensor
+    order: BlockOrder | None = None
 
 
 @dataclass

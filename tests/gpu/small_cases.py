@@ -64,7 +64,7 @@ def pass_over_memory(dtype: torch.dtype, dim: int) -> None:
     sum_parts(total, [Part(0, 0, stand_in_for_out(dout, delta)), Part(40, 1, random(1, 1, 57, dim))], load=False)
     sum_parts(total, [Part(0, 0, out)], load=True, out=torch.empty_like(out))
     copy_on_gpu(torch.empty_like(dout), out)
-    padded_statistics(lse, delta, 160, per_key=2, dim=64)
+    padded_statistics(lse, delta, 160, dim=64)
     # Beside a tile few programs take blocks in turn, where there are more blocks than programs.
     wide = torch.empty(1, 8, 641, dim, device="cuda")
     for count in (FEW_PARTS, FEW_PARTS + 1):

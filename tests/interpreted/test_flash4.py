@@ -45,6 +45,7 @@ class CountedSums(flash4.QuerySums):
 def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, made in (("_launch", launch), ("_cast", cast), ("attend", attend), ("QuerySums", CountedSums)):
         monkeypatch.setattr(flash4, name, made)
+    monkeypatch.setattr(flash4, "_orders", {})
     monkeypatch.setattr(flash4, "_config", lambda dim, triangle: SimpleNamespace(m_block_size=BLOCK))
     monkeypatch.setattr(flash4, "serves", lambda piece, x, scale: x.q.shape[0] == 1 or x.q.shape[1] == x.k.shape[1])
     monkeypatch.setattr(flash4, "serves_forward", lambda q, k, v: True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from burst_attention.geometry import Piece, full_piece, make_piece
-from burst_attention.merge import Deferred, Part, Partial, State, clear, finish, merge_partial
+from burst_attention.merge import BlockOrder, Deferred, Part, Partial, State, clear, finish, merge_partial
 from burst_attention.tiles import Accumulator, BackwardInputs, Gradients
 from burst_attention.tiles.plain import PlainKernel
 
@@ -34,6 +33,7 @@ from burst_attention.tiles.gpu import add_partial, finish_deferred, settle
 from burst_attention.tiles.split import rectangle_and_triangle
 from burst_attention.tiles.triton_kernel import TritonKernel
 from burst_attention.tiles.vendor import CudnnKernel
+from tests.unit import gpu_kernels_in_torch as in_torch
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 PIECES: dict[str, tuple[Piece, ...]] = {
@@ -260,18 +260,41 @@ def test_a_borrowed_part_is_taken_in_before_its_memory_changes() -> None:
     assert torch.equal(total.settle(), torch.full((1, 1, 4, 16), 2.0))
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_parts_in_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+    """Two of them, in blocks of 8 rows and of 20, the last of them not full; and some in rows, before and after."""
+    monkeypatch.setattr(fused, "BESIDE_FEW", fused.PassShape(5, 32, 4))
+    torch.manual_seed(0)
+    wanted = torch.zeros(2, 3, 70, 16)
+    parts = []
+    for row, head, heads, rows, block in ((0, 0, 3, 70, 0), (11, 1, 2, 37, 8), (20, 0, 1, 50, 20), (3, 2, 1, 9, 0)):
+        part, order = torch.randn(2, heads, rows, 16), None
+        wanted[:, head : head + heads, row : row + rows] += part * (0.5 if block else 1.0)
+        if block:
+            blocks = torch.full((2, heads, -(-rows // block) * block, 16), torch.nan)
+            blocks[:, :, :rows] = part
+            places = torch.randperm(block * 16)
+            memory = torch.empty_like(blocks).view(2, heads, -1, block * 16)
+            memory[..., places] = blocks.view(memory.shape)
+            part, order = memory.view(blocks.shape)[:, :, :rows], BlockOrder(places.int(), block, 0.5)
+        parts.append(Part(row, head, part, order))
+    found = torch.full(wanted.shape, torch.nan)
+    sum_parts(found, parts, load=False, beside=beside)
+    torch.testing.assert_close(found, wanted)
+    sum_parts(found, parts, load=True, out=(twice := torch.full(wanted.shape, torch.nan).half()), beside=beside)
+    torch.testing.assert_close(twice.float(), 2 * wanted, atol=1e-2, rtol=1e-3)
+    in_torch.sum_parts(found, parts, load=False)
+    torch.testing.assert_close(found, wanted)
+
+
 class Grown:
     """A part that a kernel adds ones to."""
 
     def __init__(self, row: int, rows: int) -> None:
         self.row, self.sum = row, torch.zeros(1, 2, rows, 16)
-        self.shape, self.dtype = self.sum.shape, self.sum.dtype
 
-    def room(self) -> torch.Tensor:
-        return torch.empty_like(self.sum)
-
-    def take(self, out: torch.Tensor) -> None:
-        out.copy_(self.sum)
+    def part(self, head: int) -> Part:
+        return Part(self.row, head, self.sum)
 
 
 def test_a_part_grows_until_it_is_settled() -> None:
@@ -289,19 +312,15 @@ def test_a_part_grows_until_it_is_settled() -> None:
     assert torch.equal(total.finish(torch.float16), wanted.half())
 
 
-@pytest.mark.parametrize(("batch", "per_key"), [(2, 1), (1, 3)])
-def test_statistics_for_a_kernel_in_blocks(batch: int, per_key: int) -> None:
-    lse, delta = (torch.randn(batch, 70, 6).transpose(1, 2) for _ in range(2))
+def test_statistics_for_a_kernel_in_blocks() -> None:
+    lse, delta = (torch.randn(2, 70, 6).transpose(1, 2) for _ in range(2))
     lse[0, 1, 2] = -torch.inf
-    *found, sums = padded_statistics(lse, delta, 80, per_key, 16)
-    assert sums.shape == (batch * per_key, 6 // per_key, 80 * 16) and sums.dtype == torch.float32 and not sums.any()
+    *found, sums = padded_statistics(lse, delta, 80, 16)
+    assert sums.shape == (2, 6, 80, 16) and sums.dtype == torch.float32 and not sums.any()
     lse[0, 1, 2] = torch.inf
     for padded, given, beyond in zip(found, (lse / math.log(2.0), delta), (torch.inf, 0.0), strict=True):
-        assert padded.shape == (batch * per_key, 6 // per_key, 80)
-        for index, head in itertools.product(range(batch), range(6)):
-            row = padded[index * per_key + head % per_key, head // per_key]
-            torch.testing.assert_close(row[:70], given[index, head])
-            assert (row[70:] == beyond).all()
+        torch.testing.assert_close(padded[:, :, :70], given)
+        assert padded.shape == (2, 6, 80) and (padded[:, :, 70:] == beyond).all()
 
 
 def test_passes_over_memory() -> None:

@@ -16,6 +16,9 @@ from burst_attention.tiles import cuda, flash4, fused, gpu, hopper_kernel, trito
 from tests.unit import gpu_kernels_in_torch as in_torch
 from tests.unit.stream_order import Machine, Written
 
+DIMS = (16, 32, 64, 128)
+"""Of heads, in tests."""
+
 
 class CudnnInTorch(vendor.CudnnKernel):
     """Gives partials, and parts of all three gradients; they are computed in torch."""
@@ -97,7 +100,6 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
             monkeypatch.setattr(owner, name, staticmethod(launch) if isinstance(owner, type) else launch)
 
     replace(in_torch.launch, adds_to_sums, (flash4, "_launch"))
-    replace(in_torch.cast, lambda _, config, sums, dq, scale: {"read": sums, "write": dq}, (flash4, "_cast"))
     replace(in_torch.attend, makes, (flash4, "attend"))
     forwards = (triton_kernel, "launch_fastest_forward"), (hopper_kernel, "launch_hopper_forward")
     replace(in_torch.continue_state, continues, *forwards)
@@ -112,7 +114,12 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     replace(in_torch.sum_parts, sums, (fused, "sum_parts"), (gpu.DeferringKernel, "sum_parts"))
     replace(in_torch.fused_delta, makes, (gpu, "fused_delta"))
     replace(in_torch.stand_in_for_out, makes, (vendor, "stand_in_for_out"))
-    monkeypatch.setattr(flash4, "_config", lambda dim, triangle: SimpleNamespace(m_block_size=in_torch.BLOCK))
+    config = SimpleNamespace(m_block_size=in_torch.BLOCK)
+    monkeypatch.setattr(flash4, "_config", lambda dim, triangle: config)
+    # It is asked for once, and no part of what a call holds.
+    monkeypatch.setattr(flash4, "_cast", in_torch.cast)
+    orders = {dim: flash4.order_of_sums(config, True, dim, torch.device("cpu")) for dim in DIMS}
+    monkeypatch.setattr(flash4, "order_of_sums", lambda config, causal, dim, device: orders[dim])
     monkeypatch.setattr(flash4, "serves", lambda piece, x, scale: True)
     monkeypatch.setattr(flash4, "serves_forward", lambda q, k, v: True)
     monkeypatch.setattr(flash4, "serves_backward", lambda shapes, device=None: True)

@@ -1,6 +1,6 @@
 """What GPUs compute by kernels that need one, written in torch: attention's own, and our passes over memory.
 
-FlashAttention-4's sums of dq lie here with each block's rows in reverse: the cast alone may count on their order.
+FlashAttention-4's sums of dq lie here with each block's rows in reverse: all others ask the cast for their order.
 """
 
 from __future__ import annotations
@@ -157,9 +157,21 @@ def sum_parts(
 ) -> None:
     """As in fused.py."""
     total = target.float().clone() if load else torch.zeros(target.shape)
-    for row, head, part in parts:
-        total[:, head : head + part.shape[1], row : row + part.shape[2]] += part
+    for part in parts:
+        row, head, tensor, _ = part
+        total[:, head : head + tensor.shape[1], row : row + tensor.shape[2]] += in_rows(part)
     (target if out is None else out).copy_(total)
+
+
+def in_rows(part: Part) -> Tensor:
+    """A part's numbers, in order."""
+    x = part.tensor
+    if part.order is None:
+        return x
+    table, block, scale = part.order
+    count = -(-x.shape[2] // block)
+    blocks = x.as_strided((*x.shape[:2], count, block * x.shape[3]), (*x.stride()[:2], block * x.stride(2), 1))
+    return blocks[..., table.long()].view(*x.shape[:2], count * block, x.shape[3])[:, :, : x.shape[2]] * scale
 
 
 def fused_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
@@ -177,13 +189,12 @@ def stand_in_for_out(dout: Tensor, delta: Tensor) -> Tensor:
 
 def statistics(
     lse: Tensor, delta: Tensor, lse_out: Tensor, delta_out: Tensor, sums: Tensor, lse_strides: Any, delta_strides: Any,
-    heads: int, per_key: int, row_count: int, padded: int, **blocks: int,
+    heads: int, row_count: int, padded: int, **blocks: int,
 ) -> None:  # fmt: skip
     """As the kernel in fused.py."""
     assert lse.shape == delta.shape == (lse.shape[0], heads, row_count)
     for x, beyond, out in ((lse / math.log(2), math.inf, lse_out), (delta, 0.0, delta_out)):
         filled = torch.full((lse.shape[0], heads, padded), beyond)
         filled[:, :, :row_count] = x.masked_fill(x == -math.inf, math.inf)
-        groups = filled.unflatten(1, (-1, per_key)).transpose(1, 2)  # type: ignore[no-untyped-call]
-        out.copy_(groups.reshape(out.shape))
+        out.copy_(filled)
     sums.zero_()

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton
 
 from burst_attention.geometry import Piece
-from burst_attention.merge import MAX_PARTIALS, MAX_PARTS, Part, Partial, State
+from burst_attention.merge import MAX_PARTIALS, MAX_PARTS, BlockOrder, Part, Partial, State
 from burst_attention.tiles import Accumulator, BackwardInputs, Gradients, block_table, fused, hopper, triton_kernel
 from burst_attention.tiles.triton_backward import key_gradients_kernel, query_gradients_kernel
 from burst_attention.tiles.triton_forward import forward_kernel
@@ -76,6 +76,9 @@ def compiled(kernel: Any, chip: int | str) -> list[Any]:
     return kernels
 
 
+SUMS = BlockOrder(torch.zeros(80 * 128, dtype=torch.int32), 80, 0.5)
+
+
 def rows(dim: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """As a vendor's kernel gives them."""
     return torch.zeros(1, ROWS, HEADS, dim, dtype=dtype).transpose(1, 2)
@@ -98,14 +101,19 @@ def test_every_pass_compiles(monkeypatch: pytest.MonkeyPatch, chip: int | str, d
     passes += [(1, False, True), (fused.FEW_PARTS, True, True), (most, True, True)]
     for count, load, beside in passes:
         fused.sum_parts(state.acc, [Part(0, 0, rows(dim))] * count, load, rows(dim) if load else None, beside)
+    for beside in (False, True):
+        # As dq ends with FlashAttention-4: rectangles of all queries and of half, and a triangle.
+        fused.sum_parts(
+            state.acc, [*[Part(0, 0, state.acc, SUMS)] * 3, Part(0, 0, rows(dim))], False, rows(dim), beside
+        )
     fused.stand_in_for_out(rows(dim), statistics)
     fused.fused_delta(rows(dim), rows(dim), statistics)
-    fused.padded_statistics(statistics, statistics, 64, 1, 128)
+    fused.padded_statistics(statistics, statistics, 64, 128)
     made = {
         name: compiled(getattr(fused, name), chip)
         for name in ("_merge_kernel", "_sum_kernel", "_stand_in_kernel", "_delta_kernel", "_statistics_kernel")
     }
-    assert len(made["_merge_kernel"]) >= 2 and len(made["_sum_kernel"]) == 5
+    assert len(made["_merge_kernel"]) >= 2 and len(made["_sum_kernel"]) == 7
     judged = made if dim == 128 and isinstance(chip, int) else {}
     for name, kernel in ((name, kernel) for name, kernels in judged.items() for kernel in kernels):
         assert spills_nothing(kernel, tmp_path), name

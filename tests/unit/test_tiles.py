@@ -248,16 +248,11 @@ def test_what_arrives_is_taken_in_beside_what_was_written_in_place() -> None:
 class Grown:
     """What a kernel adds to, here 1 everywhere."""
 
-    row, dtype = 0, torch.bfloat16
-
     def __init__(self, heads: int) -> None:
-        self.shape = torch.Size((1, heads, 2, 4))
+        self.sums = torch.ones(1, heads, 2, 4)
 
-    def room(self) -> torch.Tensor:
-        return torch.full(self.shape, torch.nan, dtype=self.dtype)
-
-    def take(self, out: torch.Tensor) -> None:
-        out.fill_(1.0)
+    def part(self, head: int) -> Part:
+        return Part(0, head, self.sums)
 
 
 @pytest.mark.parametrize("settled", [False, True])
@@ -273,9 +268,10 @@ def test_some_heads_are_finished_before_others(settled: bool) -> None:
     later = torch.full((1, 2, 2, 4), torch.nan)
     total.heads(2, 4).add(0, later)
     grown = total.growing("others", lambda: Grown(2), head=2)
+    grown.sums.fill_(torch.nan)
     assert total.open_heads(2)
     total.finish_heads()
-    assert list(total._growing.values()) == [grown]
+    grown.sums.fill_(1.0)
     later.fill_(8.0)
     wanted = torch.ones(1, 4, 2, 4)
     wanted[:, :2] += 2.0

@@ -45,7 +45,7 @@ def ending_bytes(plan: Plan, phase: PhasePlan, rank: int) -> int:
     results = gradients * phase.shapes.dtype.itemsize // phase.shapes.accumulate_dtype.itemsize
     of_heads = replace(phase, shapes=phase.shapes.of_heads(last.heads))
     work = plan.kernel.workspace_bytes(of_heads, last, None) if last.pieces else 0
-    return arrived + results + work + plan.kernel.ending_bytes(of_heads, last)
+    return arrived + results + work
 
 
 def phase_bytes(phase: PhasePlan, rank: int, kernel: TileCosts | None, groups: int) -> int:

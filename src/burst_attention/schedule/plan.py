@@ -166,9 +166,6 @@ class TileCosts(Protocol):
     def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
         """Bytes that it allocates for itself in a round; `visiting` is what results of visitors are computed in."""
 
-    def ending_bytes(self, phase: PhasePlan, step: Round) -> int:
-        """Bytes that it allocates to end gradients beside a last round, with what it has for that round."""
-
     def gives_parts(self, phase: PhasePlan, step: Round, scale: float) -> bool:
         """Whether what a round gives is laid aside; gradients of visitors in the dtype of the inputs."""
 

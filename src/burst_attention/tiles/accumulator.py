@@ -20,17 +20,10 @@ SumParts = Callable[..., None]
 
 
 class GrowingPart(Protocol):
-    """A part of a gradient, for the rows from `row` on, that a kernel adds to in an order of its own."""
+    """What a kernel adds to until it is taken in."""
 
-    row: int
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def room(self) -> Tensor:
-        """Memory for the part (B, heads, rows, dim)."""
-
-    def take(self, out: Tensor) -> None:
-        """Write the part there."""
+    def part(self, head: int) -> Part:
+        """All that was added, for the heads from `head` on."""
 
 
 Growing = TypeVar("Growing", bound=GrowingPart)
@@ -55,7 +48,6 @@ class Accumulator:
         """Of what it is to be finished as, where some heads may be finished before others."""
         self._result: Tensor | None = None
         self._finished = 0
-        self._grown_heads: list[tuple[GrowingPart, Tensor]] = []
         self._sum_parts = sum_parts
         self._waiting: list[Part] = []
         self._borrowed: list[Part] = []
@@ -63,8 +55,6 @@ class Accumulator:
         self._held = 0
         """Numbers in parts that wait and are not borrowed."""
         self._growing: dict[tuple[Hashable, int], GrowingPart] = {}
-        self._taken: list[GrowingPart] = []
-        """Those that grew: kept until others may have their memory, which is when what is `alone` has ended."""
         self._placed: list[tuple[int, int]] = []
         self.side_by_side = False
         """Whether kernels on several streams of a GPU give it parts, or add to it, at once (lanes.py)."""
@@ -80,10 +70,18 @@ class Accumulator:
             self.settle()
             self.tensor[:, head : head + part.shape[1], first : first + part.shape[2]].add_(part)
             return
-        # What is borrowed lies in a buffer that is there anyway.
-        self._make_room(0 if borrowed else part.numel())
-        (self._borrowed if borrowed else self._waiting).append(Part(first, head, part))
-        self._held += 0 if borrowed else part.numel()
+        if borrowed:
+            # It lies in a buffer that is there anyway.
+            self._make_room(0)
+            self._borrowed.append(Part(first, head, part))
+        else:
+            self.wait(Part(first, head, part))
+
+    def wait(self, part: Part) -> None:
+        """Keep a part until it is taken in."""
+        self._make_room(part.tensor.numel())
+        self._waiting.append(part)
+        self._held += part.tensor.numel()
 
     def place(self, first: int, rows: int, dtype: torch.dtype) -> Tensor | None:
         """Where a kernel may write a part for all heads itself, instead of having it added: None where it may not.
@@ -137,14 +135,14 @@ class Accumulator:
     def settle(self) -> Tensor:
         """Take in what waits and return the tensor, ready to be added to."""
         with self.alone():
-            self._take_grown()
             self._fill_gaps()
-            if self._parts and self._sum_parts is not None:
-                self._sum_parts(self.tensor, self._parts, load=not self.untouched)
+            if (parts := self._parts) and self._sum_parts is not None:
+                self._sum_parts(self.tensor, parts, load=not self.untouched)
             elif self.untouched:
                 self.tensor.zero_()
-        self._taken.clear()
+        # Not before: others may have their memory when what is alone has ended.
         self.untouched = False
+        self._growing.clear()
         self._waiting.clear()
         self._borrowed.clear()
         self._held = 0
@@ -161,34 +159,15 @@ class Accumulator:
         self._placed.clear()
         self.untouched = False
 
-    def _take_grown(self) -> None:
-        for grown, place in self._place_grown():
-            grown.take(place)
-
-    def _place_grown(self, heads: int | None = None) -> list[tuple[GrowingPart, Tensor]]:
-        """Parts that grew, or those of them that have some of the first heads, and where each is to be written."""
-        found = []
-        for key in list(self._growing):
-            grown, head = self._growing[key], key[1]
-            if heads is not None and head >= heads:
-                continue
-            self._taken.append(self._growing.pop(key))
-            whole = grown.shape[1] == self.tensor.shape[1]
-            place = self.place(grown.row, grown.shape[2], grown.dtype) if whole else None
-            if place is None:
-                place = grown.room()
-                self._waiting.append(Part(grown.row, head, place))
-            found.append((grown, place))
-        return found
-
     @property
     def _parts(self) -> list[Part]:
-        return [*self._waiting, *self._borrowed]
+        grown = (grown.part(head) for (_, head), grown in self._growing.items())
+        return [*self._waiting, *self._borrowed, *grown]
 
     @property
     def fresh(self) -> bool:
         """Whether nothing has been added yet."""
-        return self.untouched and not self._parts and not self._growing and not self._placed
+        return self.untouched and not self._parts and not self._placed
 
     def shared(self) -> Tensor:
         """The tensor, for kernels whose additions are atomic, so that several may add at once."""
@@ -207,23 +186,19 @@ class Accumulator:
         """Make room to finish the first heads, to which nothing more is added, before others; says if that helps."""
         if not count or self._sum_parts is None or self._result_dtype in (None, self.tensor.dtype):
             return False
-        self._grown_heads = self._place_grown(count)
         self._result, self._finished = torch.empty_like(self.tensor, dtype=self._result_dtype), count
         return True
 
     def finish_heads(self, beside: bool = False) -> None:
         """Finish the heads that were opened, while others are computed; `finish` does the rest. Allocates nothing."""
-        for grown, place in self._grown_heads:
-            grown.take(place)
-        self._grown_heads.clear()
         self._sum_heads(0, self._finished, beside)
 
     def _sum_heads(self, first: int, last: int, beside: bool = False) -> None:
         """The result of some heads."""
         assert self._result is not None and self._sum_parts is not None
         parts = [
-            Part(row, max(head - first, 0), x[:, max(first - head, 0) : last - head])
-            for row, head, x in self._parts
+            Part(row, max(head - first, 0), x[:, max(first - head, 0) : last - head], order)
+            for row, head, x, order in self._parts
             if head < last and first < head + x.shape[1]
         ]
         total, out = self.tensor[:, first:last], self._result[:, first:last]
@@ -237,17 +212,15 @@ class Accumulator:
     def finish(self, dtype: torch.dtype) -> Tensor:
         """The gradient in the dtype of its input, with what waits added in the same pass."""
         with self.alone():
-            self._take_grown()
             self._fill_gaps()
             if self._result is not None:
                 result = self._result
                 self._sum_heads(self._finished, result.shape[1])
-            elif not self._parts or self._sum_parts is None or self.tensor.dtype == dtype:
+            elif not (parts := self._parts) or self._sum_parts is None or self.tensor.dtype == dtype:
                 result = self.settle().to(dtype)
             else:
                 result = torch.empty_like(self.tensor, dtype=dtype)
-                self._sum_parts(self.tensor, self._parts, load=not self.untouched, out=result)
-        self._taken.clear()
+                self._sum_parts(self.tensor, parts, load=not self.untouched, out=result)
         return result
 
     def heads(self, first: int, last: int) -> Accumulator:
@@ -265,6 +238,9 @@ class AccumulatorHeads(Accumulator):
 
     def add(self, first: int, part: Tensor, borrowed: bool = False, head: int = 0) -> None:
         self._whole.add(first, part, borrowed, self._first + head)
+
+    def wait(self, part: Part) -> None:
+        self._whole.wait(part._replace(head=self._first + part.head))
 
     @property
     def waits(self) -> bool:

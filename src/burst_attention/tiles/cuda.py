@@ -44,9 +44,6 @@ class CudaKernel(DeferringKernel):
             names = {name for piece in step.pieces for name in ask(piece).values()}
         return max(self.kernels[name].workspace_bytes(phase, step, visiting) for name in names)
 
-    def ending_bytes(self, phase: PhasePlan, step: Round) -> int:
-        return max(kernel.ending_bytes(phase, step) for kernel in self.kernels.values())
-
     def facts(self, device: torch.device | None = None) -> tuple[Hashable, ...]:
         return facts(device)
 

@@ -5,7 +5,7 @@ Shapes: B batch, H query heads, G key heads, S query rows, K key rows, D head di
 Through torch's operator backward of a piece costs more than its products: one pass makes delta out of out and dout and
 clears fp32 sums of dq, another casts them, and queries that visit need a stand-in for out first. A ring has delta
 already. So the kernel is started by itself: from lse and delta, adding to sums of dq that pieces of the same queries
-share. They lie in an order of the kernel's own, and one pass at the end puts them in place.
+share. They lie in an order of the kernel's own, in which the pass that adds up all parts of dq at the end reads them.
 
 Where query heads share a key head, the package's kernel adds up dk and dv by atomics and is up to a fifth slower. Here
 the query heads of a group take the place of a batch over the same keys, and their dk and dv are parts to be added.
@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from burst_attention.geometry import Piece
-from burst_attention.lanes import begins, hurried
+from burst_attention.lanes import begins
+from burst_attention.merge import BlockOrder, Part
 from burst_attention.schedule import Bundle, PhasePlan, Round, Shapes
-from burst_attention.tiles.fused import padded_statistics
+from burst_attention.tiles.fused import padded_statistics, sum_parts
 from burst_attention.tiles.hopper import loadable
 from burst_attention.tiles.policy import active_flash, capability_of
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
@@ -102,36 +103,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 
 
 def workspace_bytes(phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
-    """Sums of dq in fp32 with the statistics, what they are cast to, and parts of dk and dv but for those that wait.
+    """Sums of dq in fp32 with the statistics, and parts of dk and dv.
 
-    Where queries are at home, sums of rectangles stay, and are cast when the ring's buffers are gone; parts of home's
-    own keys stay too. Sums of queries that visit last a round. What is written where it is sent from needs no room.
+    Where queries are at home, sums stay, those of triangles too; and so do parts of home's own keys. Sums of queries
+    that visit last a round. What is written where it is sent from needs no room.
     """
     shapes, size = phase.shapes, phase.shapes.dtype.itemsize
     row = shapes.batch * shapes.heads * shapes.head_dim
     placed = {field.name for field in visiting.fields if field.dtype == shapes.dtype} if visiting else set()
     triangles = sum(piece.q_count for piece in step.pieces if not piece.is_full)
-    keys = sum(piece.k_count for piece in step.pieces)
+    statistics = 2 * shapes.batch * shapes.heads
     if phase.direction == "query":
-        sums = _sum_rows([step], step)
-        casts, parts = 0 if "dq" in placed else sums, 0
-    else:
-        before = rounds_before(phase, step)
-        sums = _sum_rows((*before, step), step)
-        # A ring of one has no buffers that would be gone: dq is there twice when it ends.
-        casts = 2 * sums if phase.topology.size == 1 else 0
-        in_place = len(placed & {"dk", "dv"}) if shapes.heads == shapes.kv_heads else 0
-        parts = 2 * _home_key_rows(before, step) + (2 - in_place) * keys
-    statistics = 2 * shapes.batch * shapes.heads * (sums + triangles)
-    return ((sums + triangles) * 4 + (casts + triangles + parts) * size) * row + 4 * statistics
-
-
-def cast_bytes(phase: PhasePlan, step: Round) -> int:
-    """What sums of dq that stay are cast to, where that is done beside a last round."""
-    if phase.direction == "query":
-        return 0
-    row = phase.shapes.batch * phase.shapes.heads * phase.shapes.head_dim
-    return _sum_rows((*rounds_before(phase, step), step), step) * row * phase.shapes.dtype.itemsize
+        return (_sum_rows([step], step) + triangles) * 4 * (row + statistics)
+    before = rounds_before(phase, step)
+    rectangles = _sum_rows((*before, step), step)
+    sums = rectangles + sum(
+        in_heads_of(step, other.heads, p.q_count) for other in (*before, step) for p in other.pieces if not p.is_full
+    )
+    # A ring of one has no buffers that would be gone when it ends: what dq is written to comes on top.
+    results = sums if phase.topology.size == 1 else 0
+    in_place = len(placed & {"dk", "dv"}) if shapes.heads == shapes.kv_heads else 0
+    parts = 2 * _home_key_rows(before, step) + (2 - in_place) * sum(piece.k_count for piece in step.pieces)
+    return (sums * 4 + (results + parts) * size) * row + 4 * statistics * (rectangles + triangles)
 
 
 def _sum_rows(rounds: Iterable[Round], step: Round) -> int:
@@ -160,21 +153,18 @@ def add_gradients(piece: Piece, x: BackwardInputs, gradients: Gradients, scale: 
 
     # A triangle is at home and comes once. Rectangles come again with other keys, where queries stay at home.
     dq = gradients.dq
-    grows = dq is not None and dq.waits and not causal
     # Home's own rectangles are of half of the heads, those of visiting keys of all.
     key = queries.start, queries.stop, x.q.shape[1]
-    sums = dq.growing(key, new_sums) if dq is not None and grows else new_sums()
+    sums = dq.growing(key, new_sums) if dq is not None and dq.waits and not causal else new_sums()
     places = [
         total.place(keys.start, piece.k_count, x.k.dtype) if total is not None and per_key == 1 else None
         for total in (gradients.dk, gradients.dv)
     ]
     parts = sums.add(x.dout[:, :, queries], x.k[:, :, keys], x.v[:, :, keys], places)
-    if dq is not None and not grows:
-        place = dq.place(sums.row, piece.q_count, sums.dtype)
-        part = sums.room() if place is None else place
-        sums.take(part)
-        if place is None:
-            dq.add(sums.row, part)
+    if dq is not None and not dq.waits:
+        sum_parts(dq.settle(), [sums.part(0)], load=True)
+    elif dq is not None and causal:
+        dq.wait(sums.part(0))
     for total, place, of_heads in zip((gradients.dk, gradients.dv), places, parts, strict=True):
         for part in of_heads:
             if place is None and total is not None:
@@ -186,12 +176,12 @@ class QuerySums:
 
     def __init__(self, piece: Piece, q: Tensor, lse: Tensor, delta: Tensor, per_key: int, scale: float) -> None:
         self.row, self.q, self.per_key, self.scale = piece.q_first, q, per_key, scale
-        self.shape, self.dtype = q.shape, q.dtype
         self.causal = not piece.is_full
         self.config = _config(q.shape[3], self.causal)
-        rounded = -(-q.shape[2] // self.config.m_block_size) * self.config.m_block_size
+        self.block = self.config.m_block_size
+        rounded = -(-q.shape[2] // self.block) * self.block
         # Other lanes may add to sums once they are cleared: their turns come after what `begins` this one.
-        self.lse, self.delta, self.sums = padded_statistics(lse, delta, rounded, per_key, q.shape[3])
+        self.lse, self.delta, self.sums = padded_statistics(lse, delta, rounded, q.shape[3])
 
     def add(
         self, dout: Tensor, k: Tensor, v: Tensor, places: Sequence[Tensor | None]
@@ -202,25 +192,22 @@ class QuerySums:
         """
         q, dout = (_queries(x, self.per_key) for x in (self.q, dout))
         k, v = (_keys(x, self.per_key) for x in (k, v))
+        lse, delta, sums = (_statistics(x, self.per_key) for x in (self.lse, self.delta, self.sums.flatten(2)))
         dk, dv = (
             torch.empty(x.shape, dtype=x.dtype, device=x.device) if place is None else place.transpose(1, 2)
             for x, place in zip((k, v), places, strict=True)
         )
         begins(self.q)
-        start(_launch)(self.config, self.causal, q, k, v, dout, self.lse, self.delta, self.sums, dk, dv, self.scale)
+        start(_launch)(self.config, self.causal, q, k, v, dout, lse, delta, sums, dk, dv, self.scale)
         if self.per_key == 1:
             return [dk.transpose(1, 2)], [dv.transpose(1, 2)]
         return [part.transpose(0, 1).unsqueeze(0) for part in dk], [part.transpose(0, 1).unsqueeze(0) for part in dv]
 
-    def room(self) -> Tensor:
-        """Memory for dq (B, H, S, D) in the dtype of q."""
-        batch, heads, rows, dim = self.q.shape
-        return torch.empty(batch, rows, heads, dim, dtype=self.q.dtype, device=self.q.device).transpose(1, 2)
-
-    def take(self, out: Tensor) -> None:
-        """Write dq there."""
-        with hurried(out):
-            start(_cast)(self.config, self.sums, _queries(out, self.per_key), self.scale)
+    def part(self, head: int) -> Part:
+        """What the sums are so far, of dq's heads from `head` on."""
+        table = order_of_sums(self.config, self.causal, self.q.shape[3], self.q.device)
+        order = BlockOrder(table, self.block, self.scale)
+        return Part(self.row, head, self.sums[:, :, : self.q.shape[2]], order)
 
 
 def _queries(x: Tensor, per_key: int) -> Tensor:
@@ -234,11 +221,37 @@ def _keys(x: Tensor, per_key: int) -> Tensor:
     return rows if per_key == 1 else rows.expand(per_key, -1, -1, -1)
 
 
+def _statistics(x: Tensor, per_key: int) -> Tensor:
+    """(B, H, numbers): the heads of a group, if there are some, for a batch."""
+    return x if per_key == 1 else x[0].unflatten(0, (-1, per_key)).transpose(0, 1)  # type: ignore[no-untyped-call]
+
+
 def _config(head_dim: int, causal: bool) -> Any:
     """The package's own choice of blocks and warps."""
     from flash_attn.cute import interface
 
     return interface._tile_size_bwd_sm90(head_dim, head_dim, causal, False)
+
+
+_orders: dict[tuple[Any, ...], Tensor] = {}
+DIGIT = 256
+"""bf16 has all whole numbers up to it."""
+
+
+def order_of_sums(config: Any, causal: bool, dim: int, device: torch.device) -> Tensor:
+    """Where the numbers of a block of sums are (`BlockOrder`), asked of the package's own pass over them, once."""
+    key = causal, dim, device
+    if key not in _orders:
+        rows = config.m_block_size
+        places = torch.arange(rows * dim, device=device)
+        found = []
+        for digit in (places % DIGIT, places // DIGIT):
+            dq = torch.empty(1, rows, 1, dim, dtype=torch.bfloat16, device=device)
+            start(_cast)(config, digit.float().view(1, 1, -1), dq, 1.0)
+            # To the host and back: whatever stream reads the table later comes after that.
+            found.append(dq.flatten().cpu().int())
+        _orders[key] = (found[0] + DIGIT * found[1]).to(device)
+    return _orders[key]
 
 
 def _cast(config: Any, sums: Tensor, dq: Tensor, scale: float) -> None:

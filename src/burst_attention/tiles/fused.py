@@ -183,11 +183,12 @@ def stand_in_for_out(dout: Tensor, delta: Tensor) -> Tensor:
 
 @triton.jit
 def _sum_block(
-    target_ptr, parts, target_strides, parts_strides, firsts, counts, first_heads, head_counts, out_ptr, out_strides,
-    heads, row_count, block, pair,
-    BLOCK: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, LOAD: tl.constexpr,
+    target_ptr, parts, target_strides, parts_strides, firsts, counts, first_heads, head_counts, tables, table_rows,
+    scales, out_ptr, out_strides, heads, row_count, block, pair,
+    BLOCK: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, ORDERED: tl.constexpr,
+    LOAD: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of one of B * H heads."""
+    """One block of rows of one of B * H heads. The last parts, ORDERED of COUNT, are in orders of their own."""
     batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     rows = block * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, PADDED)
@@ -202,33 +203,45 @@ def _sum_block(
         local = rows - firsts[index]
         local_head = head - first_heads[index]
         inside = (local >= 0) & (local < counts[index]) & (local_head >= 0) & (local_head < head_counts[index])
-        strides = parts_strides[index]
-        part_at = batch * strides[0] + local_head * strides[1] + local.to(tl.int64)[:, None] * strides[2] + d[None, :]
-        total += tl.load(parts[index] + part_at, mask=inside[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        strides, kept = parts_strides[index], inside[:, None] & (d < D)[None, :]
+        part_at = batch * strides[0] + local_head * strides[1]
+        if index < COUNT - ORDERED:
+            part_at += local.to(tl.int64)[:, None] * strides[2] + d[None, :]
+            total += tl.load(parts[index] + part_at, mask=kept, other=0.0).to(tl.float32)
+        else:
+            within = local % table_rows[index - (COUNT - ORDERED)]
+            table_at = tables[index - (COUNT - ORDERED)] + within[:, None] * D + d[None, :]
+            part_at += (local - within).to(tl.int64)[:, None] * strides[2] + tl.load(table_at, mask=kept, other=0)
+            part = tl.load(parts[index] + part_at, mask=kept, other=0.0)
+            total += part * scales[index - (COUNT - ORDERED)]
     out_at = batch * out_strides[0] + head * out_strides[1] + at[:, None] * out_strides[2] + d[None, :]
     tl.store(out_ptr + out_at, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
-    do_not_specialize=["firsts", "counts", "first_heads", "head_counts", "heads", "row_count", "blocks", "pairs"]
-)
+    do_not_specialize=[
+        "firsts", "counts", "first_heads", "head_counts", "table_rows", "heads", "row_count", "blocks", "pairs"
+    ]
+)  # fmt: skip
 def _sum_kernel(
-    target_ptr, parts, target_strides, parts_strides, firsts, counts, first_heads, head_counts, out_ptr, out_strides,
-    heads, row_count, blocks, pairs,
-    BLOCK: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, LOAD: tl.constexpr,
-    TURNS: tl.constexpr,
+    target_ptr, parts, target_strides, parts_strides, firsts, counts, first_heads, head_counts, tables, table_rows,
+    scales, out_ptr, out_strides, heads, row_count, blocks, pairs,
+    BLOCK: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, ORDERED: tl.constexpr,
+    LOAD: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks, B * H); with TURNS as many programs as one likes, which take the blocks in turn."""
     if TURNS:
         for index in range(tl.program_id(0), blocks * pairs, tl.num_programs(0)):
             _sum_block(
-                target_ptr, parts, target_strides, parts_strides, firsts, counts, first_heads, head_counts, out_ptr,
-                out_strides, heads, row_count, index % blocks, index // blocks, BLOCK, D, PADDED, COUNT, LOAD,
+                target_ptr, parts, target_strides, parts_strides, firsts, counts, first_heads, head_counts, tables,
+                table_rows, scales, out_ptr, out_strides, heads, row_count, index % blocks, index // blocks,
+                BLOCK, D, PADDED, COUNT, ORDERED, LOAD,
             )  # fmt: skip
     else:
         _sum_block(
-            target_ptr, parts, target_strides, parts_strides, firsts, counts, first_heads, head_counts, out_ptr,
-            out_strides, heads, row_count, tl.program_id(0), tl.program_id(1), BLOCK, D, PADDED, COUNT, LOAD,
+            target_ptr, parts, target_strides, parts_strides, firsts, counts, first_heads, head_counts, tables,
+            table_rows, scales, out_ptr, out_strides, heads, row_count, tl.program_id(0), tl.program_id(1),
+            BLOCK, D, PADDED, COUNT, ORDERED, LOAD,
         )  # fmt: skip
 
 
@@ -242,7 +255,8 @@ def sum_parts(
     """
     out = target if out is None else out
     batch, heads, rows, dim = target.shape
-    firsts, first_heads, tensors = zip(*parts, strict=True)
+    firsts, first_heads, tensors, orders = zip(*sorted(parts, key=lambda part: part.order is not None), strict=True)
+    ordered = [order for order in orders if order is not None]
     pairs, shape = batch * heads, _shape_beside(tensors) if beside else None
     turns = shape is not None and _blocks(rows, shape.rows) * pairs > shape.programs
     block, warps = (shape.rows, shape.warps) if shape and turns else (PASS_ROWS, PASS_WARPS)
@@ -250,8 +264,9 @@ def sum_parts(
     start_kernel(_sum_kernel, (shape.programs,) if shape and turns else (blocks, pairs))(
         target, tensors, target.stride()[:3], tuple(part.stride()[:3] for part in tensors),
         firsts, tuple(part.shape[2] for part in tensors), first_heads, tuple(part.shape[1] for part in tensors),
-        out, out.stride()[:3], heads, rows, blocks, pairs,
-        BLOCK=block, D=dim, PADDED=_power_of_two(dim), COUNT=len(parts), LOAD=load, TURNS=turns,
+        tuple(order.table for order in ordered), tuple(order.rows for order in ordered),
+        tuple(order.scale for order in ordered), out, out.stride()[:3], heads, rows, blocks, pairs,
+        BLOCK=block, D=dim, PADDED=_power_of_two(dim), COUNT=len(parts), ORDERED=len(ordered), LOAD=load, TURNS=turns,
         num_warps=warps,
     )  # fmt: skip
 
@@ -309,8 +324,7 @@ def fused_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 @triton.jit(do_not_specialize=["heads", "row_count", "padded"])
 def _statistics_kernel(
-    lse_ptr, delta_ptr, lse_out_ptr, delta_out_ptr, sums_ptr, lse_strides, delta_strides, heads, per_key, row_count,
-    padded,
+    lse_ptr, delta_ptr, lse_out_ptr, delta_out_ptr, sums_ptr, lse_strides, delta_strides, heads, row_count, padded,
     BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Grid (row blocks, B * H)."""
@@ -323,7 +337,7 @@ def _statistics_kernel(
     lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
     at = batch * delta_strides[0] + head * delta_strides[1] + rows * delta_strides[2]
     delta = tl.load(delta_ptr + at, mask=kept, other=0.0)
-    place = (batch * per_key + head % per_key) * (heads // per_key) + head // per_key
+    place = tl.program_id(1).to(tl.int64)
     tl.store(lse_out_ptr + place * padded + rows, lse, mask=rows < padded)
     tl.store(delta_out_ptr + place * padded + rows, delta, mask=rows < padded)
     at = sums_ptr + (place * padded + rows)[:, None] * D + tl.arange(0, D)[None, :]
@@ -333,19 +347,17 @@ def _statistics_kernel(
 STATISTICS_ROWS = 64
 
 
-def padded_statistics(lse: Tensor, delta: Tensor, padded: int, per_key: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """lse in powers of two, and delta, (B, H, S) each, as (B * per_key, H / per_key, padded): FlashAttention-4's way.
+def padded_statistics(lse: Tensor, delta: Tensor, padded: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """lse in powers of two, and delta, (B, H, S) each, as (B, H, padded), where rows beyond the last have no weight.
 
-    The query heads of a group are apart, as a batch; rows beyond the last have no weight. And zeros for sums of `dim`
-    numbers for each of these rows: `dim` is a power of 2.
+    And zeros (B, H, padded, dim) for sums: `dim` is a power of 2.
     """
     batch, heads, rows = lse.shape
-    shape = batch * per_key, heads // per_key, padded
-    results = [torch.empty(shape, dtype=torch.float32, device=lse.device) for _ in range(2)]
-    sums = lse.new_empty(*shape[:2], padded * dim, dtype=torch.float32)
+    results = [torch.empty(batch, heads, padded, dtype=torch.float32, device=lse.device) for _ in range(2)]
+    sums = lse.new_empty(batch, heads, padded, dim, dtype=torch.float32)
     with hurried(lse):
         start_kernel(_statistics_kernel, (_blocks(padded, STATISTICS_ROWS), batch * heads))(
-            lse, delta, *results, sums, lse.stride(), delta.stride(), heads, per_key, rows, padded,
+            lse, delta, *results, sums, lse.stride(), delta.stride(), heads, rows, padded,
             BLOCK=STATISTICS_ROWS, D=dim,
         )  # fmt: skip
     return results[0], results[1], sums

@@ -63,10 +63,6 @@ class TileKernel(ABC):
         `visiting` is what results of visitors are computed in; None where nobody visits.
         """
 
-    def ending_bytes(self, phase: PhasePlan, step: Round) -> int:
-        """Bytes that it allocates to end gradients beside a last round, with what it has for that round."""
-        return 0
-
     @abstractmethod
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         """Add the pieces' keys to the state of q's rows. `scale` multiplies the scores."""

@@ -134,10 +134,8 @@ class FlashKernel(VendorKernel):
         if phase.phase == "forward" or not flash4.serves_backward(phase.shapes):
             return super().workspace_bytes(phase, step, visiting)
         per_key = phase.shapes.heads // phase.shapes.kv_heads
-        return flash4.workspace_bytes(phase, step, visiting) + waiting_bytes(phase, per_key, grows=True)
-
-    def ending_bytes(self, phase: PhasePlan, step: Round) -> int:
-        return flash4.cast_bytes(phase, step) if flash4.serves_backward(phase.shapes) else 0
+        waiting = waiting_bytes(phase, per_key) if phase.direction == "query" else 0
+        return flash4.workspace_bytes(phase, step, visiting) + waiting
 
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
         by_itself = [piece for piece in pieces if flash4.serves(piece, x, scale)]
@@ -161,31 +159,23 @@ class FlashKernel(VendorKernel):
         return found
 
 
-def waiting_bytes(phase: PhasePlan, per_key: int = 1, grows: bool = False) -> int:
-    """Parts of the gradients at home that wait to be added, `per_key` of dk and dv for each piece.
-
-    Where dq of rectangles grows in one place, those of triangles alone wait.
-    """
+def waiting_bytes(phase: PhasePlan, per_key: int = 1) -> int:
+    """Parts of the gradients at home that wait to be added, `per_key` of dk and dv for each piece."""
     shapes = phase.shapes
     row_size = shapes.heads * shapes.head_dim
     if phase.direction == "query":
         row_size = shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
     else:
         per_key = 1
-    return _waiting_rows(phase, per_key, grows) * shapes.batch * row_size * shapes.dtype.itemsize
+    return _waiting_rows(phase, per_key) * shapes.batch * row_size * shapes.dtype.itemsize
 
 
-def _waiting_rows(phase: PhasePlan, per_key: int, grows: bool) -> int:
+def _waiting_rows(phase: PhasePlan, per_key: int) -> int:
     """The most rows of the side at home for which parts of gradients wait on any rank."""
     home = "query" if phase.direction == "kv" else "kv"
     most = 0
     for rounds in phase.rounds:
-        parts = [
-            (*moved_rows(piece, home), step.heads)
-            for step in rounds
-            for piece in step.pieces
-            if not (grows and home == "query" and piece.is_full)
-        ]
+        parts = [(*moved_rows(piece, home), step.heads) for step in rounds for piece in step.pieces]
         # A round of half of the heads leaves half as much to wait.
         every = sum((last - first) // (1 if heads is None else 2) for first, last, heads in parts)
         longest = max((last - first for first, last, _ in parts), default=0)
