@@ -15,12 +15,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from burst_attention.geometry import Piece, Rows, count_rows, row_offset
-from burst_attention.lanes import Lanes, hurried
+from burst_attention.lanes import Lanes, capturing, hurried
 from burst_attention.merge import normalised
-from burst_attention.rank_setup import setup_of
+from burst_attention.rank_setup import room_of, setup_of
 from burst_attention.ring import Parcel, Pending, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer
 from burst_attention.schedule.bundles import KEY_SIDE, Heads
@@ -68,6 +69,7 @@ def run_phase(runs: Sequence[PhaseRun]) -> None:
     """
     at, first = 0, runs[0]
     try:
+        ask_for_room(runs)
         for stretch in stretches_of_rounds(len(first.rounds), first.plan.topology.per_host):
             for run, index in itertools.product(runs, stretch):
                 if index:
@@ -88,6 +90,20 @@ def run_phase(runs: Sequence[PhaseRun]) -> None:
         raise
     for run in runs:
         run.lanes.join()
+
+
+def ask_for_room(runs: Sequence[PhaseRun]) -> None:
+    """On a GPU ask for all memory that rounds will allocate, and let it go again, before the first hop.
+
+    Whoever does not have it says so here, where nobody waits yet; and what is held at most is the same after every hop.
+    """
+    kernel, phase = runs[0].work.kernel, runs[0].plan.phase
+    held: list[Tensor] = []
+    for run in runs:
+        held += run.memory_of_rounds()
+        if not (kernel.parts_wait and phase == "backward"):
+            # Groups of heads that leave nothing to wait have it one after the other.
+            held.clear()
 
 
 def stretches_of_rounds(rounds: int, per_host: int) -> list[range]:
@@ -151,6 +167,18 @@ class PhaseRun:
     def _rounds_are_apart(self) -> bool:
         """Whether on a GPU what rounds give is laid aside. Groups of heads take turns already."""
         return self.home["q"].is_cuda and self.group is None and self.setup.in_parts and self.work.lays_aside
+
+    def memory_of_rounds(self) -> list[Tensor]:
+        """All memory that rounds will allocate, from the lanes that they will have it from."""
+        like = self.home["q"]
+        if not like.is_cuda or capturing():
+            return []
+        room = [like.new_empty(self.work.ending_bytes(like.dtype), dtype=torch.uint8)]
+        sizes = room_of(self.plan, self.ring.rank, self.work.kernel, self.work.scale, like.device)
+        for turn, nbytes in ((turn, nbytes) for turn, nbytes in enumerate(sizes) if nbytes):
+            with self.lanes.memory_of(turn):
+                room.append(like.new_empty(nbytes, dtype=torch.uint8))
+        return room
 
     def _buffer(self, channel: str, bundle: Bundle, rows: int) -> RowBuffer:
         what = f"{self.plan.phase} {channel}"

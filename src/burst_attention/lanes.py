@@ -90,6 +90,15 @@ class Lanes:
         with on_stream(self.streams[number], self.caller), self._passes_on(1 + number):
             yield
 
+    @contextlib.contextmanager
+    def memory_of(self, turn: int) -> Iterator[None]:
+        """What is allocated in here is from the memory of a turn that is yet to come."""
+        if not self.streams:
+            yield
+            return
+        with on_stream(self.streams[turn % len(self.streams)], self.caller):
+            yield
+
     def gather(self) -> None:
         """What the current turn is given next comes after all turns before it."""
         for lane in self.used:
@@ -162,6 +171,11 @@ def begins(x: Tensor) -> None:
     if _now.lanes is not None:
         _now.lanes._begun = _now.stream.record_event()
         _now.hurried = _now.lanes._hurried[_now.number]
+
+
+def capturing() -> bool:
+    """Whether what is enqueued now becomes part of a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager

@@ -46,6 +46,7 @@ def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, made in (("_launch", launch), ("_cast", cast), ("attend", attend), ("QuerySums", CountedSums)):
         monkeypatch.setattr(flash4, name, made)
     monkeypatch.setattr(flash4, "_orders", {})
+    monkeypatch.setattr(flash4, "LARGEST_BLOCK", {16: BLOCK})
     monkeypatch.setattr(flash4, "_config", lambda dim, triangle: SimpleNamespace(m_block_size=BLOCK))
     monkeypatch.setattr(flash4, "serves", lambda piece, x, scale: x.q.shape[0] == 1 or x.q.shape[1] == x.k.shape[1])
     monkeypatch.setattr(flash4, "serves_forward", lambda q, k, v: True)
@@ -110,7 +111,7 @@ def test_a_ring_and_what_its_plan_counts(
         triangles = sum(p.q_count for step in phase.rounds[rank] for p in step.pieces if not p.is_full)
         # A triangle at home is computed in two halves of the heads, the one after the other.
         of_all_heads = next(step for step in phase.rounds[rank] if step.heads is None)
-        sums = flash4._sum_rows(phase.rounds[rank], of_all_heads)
+        sums = flash4._rectangle_rows(phase, phase.rounds[rank], of_all_heads)
         assert made == (sums + triangles // 2) * 4 * 16, f"rank {rank}"
 
 

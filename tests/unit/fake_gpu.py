@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from burst_attention import lanes, ops
+from burst_attention import engine, lanes, ops, rank_setup
 from burst_attention.ring import threads
 from burst_attention.tiles import cuda, flash4, fused, gpu, hopper_kernel, triton_kernel, vendor
 from tests.unit import gpu_kernels_in_torch as in_torch
@@ -41,6 +41,8 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, pool: int) -> Machine:
     monkeypatch.setattr(torch.cuda, "set_stream", made.go_on)
     monkeypatch.setattr(threads, "_rank_streams", lambda size: [made.stream() for _ in range(size)])
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(engine, "capturing", lambda: False)
+    monkeypatch.setattr(rank_setup, "ROUNDING", 0)
     monkeypatch.setattr(lanes, "_lanes", {})
     # After the ranks have ended their caller, who is nobody here, waits for them.
     made.local.stream = made.stream()
@@ -120,6 +122,7 @@ def replace_kernels(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     monkeypatch.setattr(flash4, "_cast", in_torch.cast)
     orders = {dim: flash4.order_of_sums(config, True, dim, torch.device("cpu")) for dim in DIMS}
     monkeypatch.setattr(flash4, "order_of_sums", lambda config, causal, dim, device: orders[dim])
+    monkeypatch.setattr(flash4, "LARGEST_BLOCK", dict.fromkeys(DIMS, in_torch.BLOCK))
     monkeypatch.setattr(flash4, "serves", lambda piece, x, scale: True)
     monkeypatch.setattr(flash4, "serves_forward", lambda q, k, v: True)
     monkeypatch.setattr(flash4, "serves_backward", lambda shapes, device=None: True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from burst_attention import Layout, Mask, Ring, blocks, burst_attention, causal, full, plan, run_ranks
+from burst_attention import Layout, Mask, Ring, blocks, burst_attention, causal, engine, full, plan, run_ranks
 
 pytest.importorskip("triton")
 from burst_attention.tiles import vendor
@@ -33,8 +34,18 @@ def held_and_planned(
     kernel: str = "FA4",
     **options: Any,
 ) -> float:
-    """What the rank that holds most holds, over what is planned for the rank that is to hold most."""
+    """What the rank that holds most allocates, over what is planned for the rank that is to hold most."""
     machine, tiles = fake_gpu.pretend_gpu(monkeypatch, pool=100), fake_gpu.use_kernel(monkeypatch, kernel)
+    # What is planned would be there for a moment, whatever is allocated after it.
+    monkeypatch.setattr(engine, "ask_for_room", lambda runs: None)
+    options = attend(mask, kv_heads, ranks, needs, **options)
+    shapes = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": DIM, "dtype": torch.float16, "requires_grad": needs}
+    made = replace(plan(SHARD * ranks, ranks, **shapes, **options), kernel=tiles)  # type: ignore[arg-type]
+    return max(machine.peaks.values()) / max(map(made.peak_bytes, range(ranks)))
+
+
+def attend(mask: str, kv_heads: int, ranks: int, needs: str = "qkv", **options: Any) -> dict[str, Any]:
+    """Run a ring, forward and backward; returns the options of its call."""
     layout = Layout("zigzag" if mask == "causal" else "contiguous", SHARD * ranks, ranks)
     options |= {"mask": causal() if mask == "causal" else full(), "layout": layout}
 
@@ -47,9 +58,31 @@ def held_and_planned(
             torch.autograd.grad(out, leaves, dout)
 
     run_ranks(body, ranks, timeout=120)
-    shapes = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": DIM, "dtype": torch.float16, "requires_grad": needs}
-    made = replace(plan(SHARD * ranks, ranks, **shapes, **options), kernel=tiles)  # type: ignore[arg-type]
-    return max(machine.peaks.values()) / max(map(made.peak_bytes, range(ranks)))
+    return options
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1], ids=["MHA", "GQA"])
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize(("ranks", "coalesce"), [(2, 1), (4, 2), (8, 2), (8, 1)])
+@pytest.mark.parametrize("kernel", ["FA4", "cuDNN", "hopper", "triton"])
+def test_after_the_first_hop_nothing_more_is_held(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, ranks: int, coalesce: int, mask: str, kv_heads: int
+) -> None:
+    """Also where parts and partials wait, which are more with every round."""
+    machine = fake_gpu.pretend_gpu(monkeypatch, pool=100)
+    fake_gpu.use_kernel(monkeypatch, kernel)
+    peaks: dict[tuple[str, str], list[int]] = {}
+    end = engine.PhaseRun.end
+
+    def noted(run: engine.PhaseRun, index: int) -> None:
+        end(run, index)
+        name = threading.current_thread().name
+        peaks.setdefault((name, run.plan.phase), []).append(machine.peaks[name])
+
+    monkeypatch.setattr(engine.PhaseRun, "end", noted)
+    attend(mask, kv_heads, ranks, coalesce=coalesce, **WAYS["chain" if kernel == "triton" else "straight"])
+    assert len(peaks) == 2 * ranks
+    assert all(len(set(found)) == 1 for found in peaks.values()), peaks
 
 
 @pytest.mark.parametrize("ranks", [4, 8])

@@ -59,17 +59,30 @@ def phase_bytes(phase: PhasePlan, rank: int, kernel: TileCosts | None, groups: i
     results = rows.computed * computed.row_bytes
     arrived = phase.arrival_slots * rows.received + rows.received_long
     results += (rows.computed + rows.held + arrived) * phase.results.row_bytes
-    work = (
-        kernel.workspace_bytes(
-            replace(phase, shapes=phase.shapes.of_heads(step.heads)), step, computed if step.row_count else None
-        )
-        for step in phase.rounds[rank]
-        if step.pieces and kernel
-    )
+    work = workspaces(phase, rank, kernel) if kernel is not None else []
     # Groups of heads compute one after the other, but parts of gradients that wait are there for all of them.
     waits = kernel is not None and kernel.parts_wait and phase.phase == "backward"
     at_once = groups if waits else 1
     return groups * (operands + results) + at_once * max(work, default=0)
+
+
+def workspaces(phase: PhasePlan, rank: int, kernel: TileCosts) -> list[int]:
+    """What the kernel allocates for itself in each round, with what it still has from those before."""
+    computed = phase.computed_results(rank, kernel, ANY_SCALE)
+    return [
+        kernel.workspace_bytes(
+            replace(phase, shapes=phase.shapes.of_heads(step.heads)), step, computed if step.row_count else None
+        )
+        if step.pieces
+        else 0
+        for step in phase.rounds[rank]
+    ]
+
+
+def growth_by_round(phase: PhasePlan, rank: int, kernel: TileCosts) -> list[int]:
+    """By how much the largest workspace so far grows in each round."""
+    works = workspaces(phase, rank, kernel)
+    return [max(work - max(works[:index], default=0), 0) for index, work in enumerate(works)]
 
 
 def accumulator_bytes(plan: Plan, rank: int, phase: str) -> int:

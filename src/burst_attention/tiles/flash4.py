@@ -41,6 +41,8 @@ HEAD_DIMS = (64, 128)
 FEWEST_ROWS = 256
 """Of a piece: more than one block of the kernel either way, for which it is compiled."""
 ARCHITECTURE = 90
+LARGEST_BLOCK = {64: 128, 128: 80}
+"""Query rows of the kernel's blocks by head dim, at most: sums and statistics are whole blocks."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -111,15 +113,13 @@ def workspace_bytes(phase: PhasePlan, step: Round, visiting: Bundle | None) -> i
     shapes, size = phase.shapes, phase.shapes.dtype.itemsize
     row = shapes.batch * shapes.heads * shapes.head_dim
     placed = {field.name for field in visiting.fields if field.dtype == shapes.dtype} if visiting else set()
-    triangles = sum(piece.q_count for piece in step.pieces if not piece.is_full)
+    triangles = _triangle_rows(phase, [step], step)
     statistics = 2 * shapes.batch * shapes.heads
     if phase.direction == "query":
-        return (_sum_rows([step], step) + triangles) * 4 * (row + statistics)
+        return (_rectangle_rows(phase, [step], step) + triangles) * 4 * (row + statistics)
     before = rounds_before(phase, step)
-    rectangles = _sum_rows((*before, step), step)
-    sums = rectangles + sum(
-        in_heads_of(step, other.heads, p.q_count) for other in (*before, step) for p in other.pieces if not p.is_full
-    )
+    rectangles = _rectangle_rows(phase, (*before, step), step)
+    sums = rectangles + _triangle_rows(phase, (*before, step), step)
     # A ring of one has no buffers that would be gone when it ends: what dq is written to comes on top.
     results = sums if phase.topology.size == 1 else 0
     in_place = len(placed & {"dk", "dv"}) if shapes.heads == shapes.kv_heads else 0
@@ -127,10 +127,22 @@ def workspace_bytes(phase: PhasePlan, step: Round, visiting: Bundle | None) -> i
     return (sums * 4 + (results + parts) * size) * row + 4 * statistics * (rectangles + triangles)
 
 
-def _sum_rows(rounds: Iterable[Round], step: Round) -> int:
+def _rectangle_rows(phase: PhasePlan, rounds: Iterable[Round], step: Round) -> int:
     """Query rows of different rectangles."""
     ranges = {(p.q_first, p.q_count, other.heads) for other in rounds for p in other.pieces if p.is_full}
-    return sum(in_heads_of(step, heads, count) for _, count, heads in ranges)
+    return sum(in_heads_of(step, heads, in_blocks(phase, count)) for _, count, heads in ranges)
+
+
+def _triangle_rows(phase: PhasePlan, rounds: Iterable[Round], step: Round) -> int:
+    """Query rows of all others, each of which has its own sums."""
+    pieces = ((p.q_count, other.heads) for other in rounds for p in other.pieces if not p.is_full)
+    return sum(in_heads_of(step, heads, in_blocks(phase, count)) for count, heads in pieces)
+
+
+def in_blocks(phase: PhasePlan, rows: int) -> int:
+    """Rows of as many of the kernel's blocks as some rows take."""
+    block = LARGEST_BLOCK[phase.shapes.head_dim]
+    return -(-rows // block) * block
 
 
 def _home_key_rows(rounds: Iterable[Round], step: Round) -> int:
