@@ -40,10 +40,10 @@ class VendorKernel(DeferringKernel):
         return True
 
     def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
-        """Partials that wait, or backward's stand-in for out, its gradients before they are added, and its own sums.
+        """Partials that wait, or backward's gradients, before they are added and while they wait, and its own sums.
 
         Those are of dq in fp32 and, where query heads share a key head, of dk and dv: what FA4 and cuDNN were seen to
-        hold (docs/benchmarks.md).
+        hold (docs/benchmarks.md). And the stand-in for out, and copies.
         """
         shapes = phase.shapes
         size = shapes.dtype.itemsize
@@ -54,11 +54,14 @@ class VendorKernel(DeferringKernel):
             pieces = (piece for other in rounds for piece in other.pieces)
             return partials_bytes(phase, [part.q_count for piece in pieces for part in rectangle_and_triangle(piece)])
         made_up = visiting is not None and phase.direction == "query"
-        query_side = shapes.head_dim + shapes.value_dim * (made_up + self.copies_out * (1 if made_up else 2))
+        taken = queries * shapes.value_dim * (made_up + self.copies_out * (1 if made_up else 2))
+        # Of the side that is at home gradients wait.
+        outputs = queries * shapes.head_dim, keys * (shapes.head_dim + shapes.value_dim)
+        taken += outputs[phase.direction == "kv"]
         inside = queries * shapes.head_dim
         if shapes.kv_heads < shapes.heads:
             inside += keys * (shapes.head_dim + shapes.value_dim)
-        return queries * query_side * size + waiting_bytes(phase) + inside * 4
+        return taken * size + waiting_bytes(phase) + inside * 4
 
     def forward(self, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, state: State, scale: float) -> None:
         for piece in pieces:
