@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from burst_attention import engine
+from burst_attention import ops
 from burst_attention.api import burst_attention, plan
 from burst_attention.bench_timing import MOST_IN_A_ROW, Call, busy_medians_ms, host_ms, median_ms
 from burst_attention.engine import RowBuffer
@@ -193,7 +193,7 @@ def peak_gib(case: TaxCase, rank: int, **options: Any) -> float:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    with mock.patch.object(engine, "ask_for_room"), torch.autograd.set_multithreading_enabled(False):
+    with mock.patch.object(ops, "ask_for_room"), torch.autograd.set_multithreading_enabled(False):
         out = burst_attention(q, k, v, ring=ring, check="off", **case.options, **options)
         torch.autograd.grad(out, (q, k, v), dout)
     return (torch.cuda.max_memory_allocated() - before) / 2**30

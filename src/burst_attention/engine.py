@@ -69,7 +69,6 @@ def run_phase(runs: Sequence[PhaseRun]) -> None:
     """
     at, first = 0, runs[0]
     try:
-        ask_for_room(runs)
         for stretch in stretches_of_rounds(len(first.rounds), first.plan.topology.per_host):
             for run, index in itertools.product(runs, stretch):
                 if index:

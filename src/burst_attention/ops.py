@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from burst_attention.agreement import LocalCall, agree, refuse, shapes_of
-from burst_attention.engine import PhaseRun, run_phase
+from burst_attention.engine import PhaseRun, ask_for_room, run_phase
 from burst_attention.kept import kept
 from burst_attention.layout import Layout
 from burst_attention.mask import Mask
@@ -153,16 +153,16 @@ def attention_gradients(
 
 def run_groups(plan: Plan, phase: PhasePlan, ring: Ring, home: dict[str, Tensor], work: Work) -> None:
     """Run a phase, all heads together or in groups of them."""
-    if plan.groups == 1:
-        run_phase([PhaseRun(phase, ring, home, work)])
-        return
     runs = []
-    for group in range(plan.groups):
+    if plan.groups == 1:
+        runs.append(PhaseRun(phase, ring, home, work))
+    for group in range(plan.groups) if plan.groups > 1 else ():
         heads, key_heads = (
             (group * count, (group + 1) * count) for count in (phase.shapes.heads, phase.shapes.kv_heads)
         )
         part = {name: x[:, slice(*(key_heads if name in KEY_SIDE else heads))] for name, x in home.items()}
         runs.append(PhaseRun(phase, ring, part, work.of_heads(heads, key_heads), group))
+    ask_for_room(runs)
     run_phase(runs)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from burst_attention import Layout, Mask, Ring, blocks, burst_attention, causal, engine, full, plan, run_ranks
+from burst_attention import Layout, Mask, Ring, blocks, burst_attention, causal, engine, full, ops, plan, run_ranks
 
 pytest.importorskip("triton")
 from burst_attention.tiles import vendor
@@ -37,7 +37,7 @@ def held_and_planned(
     """What the rank that holds most allocates, over what is planned for the rank that is to hold most."""
     machine, tiles = fake_gpu.pretend_gpu(monkeypatch, pool=100), fake_gpu.use_kernel(monkeypatch, kernel)
     # What is planned would be there for a moment, whatever is allocated after it.
-    monkeypatch.setattr(engine, "ask_for_room", lambda runs: None)
+    monkeypatch.setattr(ops, "ask_for_room", lambda runs: None)
     options = attend(mask, kv_heads, ranks, needs, **options)
     shapes = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": DIM, "dtype": torch.float16, "requires_grad": needs}
     made = replace(plan(SHARD * ranks, ranks, **shapes, **options), kernel=tiles)  # type: ignore[arg-type]
