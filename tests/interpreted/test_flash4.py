@@ -115,6 +115,22 @@ def test_a_ring_and_what_its_plan_counts(
         assert made == (sums + triangles // 2) * 4 * 16, f"rank {rank}"
 
 
+def test_the_order_of_sums_is_asked_of_the_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a block with more numbers than bf16 can tell apart; once, and for triangles apart."""
+    places, asked = torch.randperm(80 * 128), []
+
+    def cast(config: Any, sums: Tensor, dq: Tensor, scale: float) -> None:
+        asked.append(dq.dtype)
+        dq.copy_((sums.flatten()[places] * scale).view(dq.shape))
+
+    monkeypatch.setattr(flash4, "_cast", cast)
+    config = SimpleNamespace(m_block_size=80)
+    for causal in (False, True, False):
+        order = flash4.order_of_sums(config, causal, 128, torch.device("cpu"))
+        assert order.dtype == torch.int32 and torch.equal(order, places.int())
+    assert asked == [torch.bfloat16] * 4
+
+
 def test_the_package_gets_its_scheduler_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its compiler fails: what others compile is left as it is."""
     package = SimpleNamespace(SingleTileScheduler="by head", SingleTileLPTBwdScheduler="longest first")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -19,15 +20,18 @@ def attend(ring: Ring) -> None:
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_rank_without_memory_for_its_buffers_is_told(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = PhaseRun.__init__
+@pytest.mark.parametrize("what", ["buffers", "rounds"])
+def test_a_rank_without_memory_is_told(what: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its buffers, or for what its rounds will allocate, which is asked for before them."""
+    name = {"buffers": "_buffer", "rounds": "memory_of_rounds"}[what]
+    inner = getattr(PhaseRun, name)
 
-    def failing(self: PhaseRun, plan, ring, *rest) -> None:  # type: ignore[no-untyped-def]
-        if ring.rank == 1 and plan.phase == phase:
+    def failing(self: PhaseRun, *given: Any) -> Any:
+        if self.ring.rank == 1 and self.plan.phase == phase:
             raise MemoryError("no room")
-        inner(self, plan, ring, *rest)
+        return inner(self, *given)
 
-    monkeypatch.setattr(PhaseRun, "__init__", failing)
+    monkeypatch.setattr(PhaseRun, name, failing)
     started = time.monotonic()
     with pytest.raises(RankFailedError) as caught:
         run_processes(attend, 3, timeout=40, ring_timeout=30)

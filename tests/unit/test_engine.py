@@ -6,10 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from burst_attention.engine import run_phase
 from burst_attention.lanes import Lanes
+from burst_attention.tiles.plain import PlainKernel
 from burst_attention.topology import DoubleRing
+from burst_attention.work import BackwardWork
 
 
 @pytest.mark.parametrize(("fails", "where"), [(("begin", 0), 0), (("end", 1), 1), (("begin", 2), 2), (("end", 2), 2)])
@@ -61,3 +64,20 @@ def test_groups_of_heads_change_places_after_a_round_or_after_a_turn_of_a_host(
 
     run_phase([group("a"), group("b")])
     assert done == order.split()
+
+
+def test_dq_is_the_last_of_gradients_that_end_beside_a_round() -> None:
+    """It may lie in an order that takes few cores long to read; and the last pass has all that the round leaves."""
+    ended: list[tuple[str, bool]] = []
+
+    def total(name: str) -> Any:
+        return SimpleNamespace(
+            tensor=torch.empty(0),
+            open_heads=lambda count: True,
+            finish_heads=lambda beside: ended.append((name, beside)),
+        )
+
+    work = BackwardWork(PlainKernel(), 1.0, {name: total(name) for name in ("dq", "dk", "dv")})
+    work.room = True
+    work.finish_heads(2, 1)
+    assert ended == [("dv", True), ("dk", True), ("dq", False)]

@@ -97,6 +97,14 @@ def test_the_plan_says_what_is_held(
     assert (0.87 if "queries" in way else 0.95) < share < 1.03
 
 
+@pytest.mark.parametrize("direction", ["straight", "straight-queries"])
+def test_sums_are_whole_blocks(monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
+    """Of shards, and halves of them, that blocks of 8 queries do not divide."""
+    monkeypatch.setattr(f"{__name__}.SHARD", 6)
+    share = held_and_planned(monkeypatch, "causal", 4, 4, coalesce=2, **WAYS[direction])
+    assert 0.95 < share <= 1.0
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1), (8, 1), (6, 2)], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "full"])
