@@ -125,8 +125,8 @@ def test_the_order_of_sums_is_asked_of_the_cast(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(flash4, "_cast", cast)
     config = SimpleNamespace(m_block_size=80)
-    for causal in (False, True, False):
-        order = flash4.order_of_sums(config, causal, 128, torch.device("cpu"))
+    for triangle in (False, True, False):
+        order = flash4.order_of_sums(config, triangle, 128, torch.device("cpu"))
         assert order.dtype == torch.int32 and torch.equal(order, places.int())
     assert asked == [torch.bfloat16] * 4
 
