@@ -252,11 +252,13 @@ class PhaseRun:
     def _pack_home(self, step: Round) -> Rows:
         """Pack the rows of its own block that this rank sends now, once whoever gets them, and say which."""
         rows = self.setup.packed[step.index]
-        if rows:
-            packed = self._packing(step).fields(0, count_rows(rows))
-            pairs = [(view, self.home[name]) for name, view in packed.items()]
-            with self.lanes.beside() if self.room else contextlib.nullcontext(), hurried(pairs[0][0]):
-                self.work.kernel.copy_rows(pairs, rows, beside=self.room)
+        for name, view in self._packing(step).fields(0, count_rows(rows)).items() if rows else ():
+            offset = 0
+            for first, last in rows:
+                part = view[:, :, offset : offset + last - first]
+                with self.lanes.beside() if self.room else contextlib.nullcontext(), hurried(part):
+                    self.work.kernel.copy(part, self.home[name][:, :, first:last], beside=self.room)
+                offset += last - first
         return rows
 
     def _packing(self, step: Round) -> RowBuffer:

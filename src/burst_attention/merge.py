@@ -14,7 +14,7 @@ A row that has seen no key has peak = -inf, total = 0 and acc = 0.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -72,20 +72,6 @@ class Part(NamedTuple):
     head: int
     tensor: Tensor
     order: BlockOrder | None = None
-
-
-def joined_heads(tensors: Sequence[Tensor]) -> Tensor | None:
-    """(1, heads of all, rows, dim), where tensors (1, heads, rows, dim) follow each other in memory; None elsewhere."""
-    first, heads = tensors[0], 0
-    for x in tensors:
-        alike = x.dim() == 4 and x.shape[0] == 1 and x.dtype == first.dtype and x.shape[2:] == first.shape[2:]
-        same_memory = x.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not alike or not same_memory or x.stride()[1:] != first.stride()[1:]:
-            return None
-        if x.storage_offset() != first.storage_offset() + heads * first.stride(1):
-            return None
-        heads += x.shape[1]
-    return first.as_strided((1, heads, *first.shape[2:]), first.stride())
 
 
 @dataclass

@@ -17,7 +17,7 @@ from burst_attention.lanes import Lanes, hurried
 from burst_attention.merge import Part, State, clear, merge
 from burst_attention.schedule.bundles import KEY_SIDE, Heads
 from burst_attention.tiles import GRADIENTS, Accumulator, BackwardInputs, Gradients, TileKernel
-from burst_attention.tiles.accumulator import SumParts, settle_together
+from burst_attention.tiles.accumulator import SumParts
 
 
 def state_of(fields: Mapping[str, Tensor]) -> State:
@@ -136,7 +136,8 @@ class BackwardWork:
 
     def settle_visiting(self) -> None:
         """Take in what waits for visitors."""
-        settle_together(list(self.visiting.values()))
+        for total in self.visiting.values():
+            total.settle()
 
     def settle_arrived(self) -> None:
         """Take in what waits at home in buffers that are used again."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from burst_attention.geometry import Piece, Rows, full_piece, make_piece
+from burst_attention.geometry import Piece, full_piece, make_piece
 from burst_attention.merge import BlockOrder, Deferred, Part, Partial, State, clear, finish, merge_partial
 from burst_attention.tiles import Accumulator, BackwardInputs, Gradients
 from burst_attention.tiles.plain import PlainKernel
@@ -285,24 +285,6 @@ def test_parts_in_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch, beside:
     torch.testing.assert_close(twice.float(), 2 * wanted, atol=1e-2, rtol=1e-3)
     in_torch.sum_parts(found, parts, load=False)
     torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.parametrize("rows", [((0, 9),), ((2, 4), (5, 9))], ids=["one-range", "two"])
-@pytest.mark.parametrize("joined", [True, False])
-def test_rows_of_several_fields_are_packed(monkeypatch: pytest.MonkeyPatch, joined: bool, rows: Rows) -> None:
-    """In one pass where they lie side by side. Statistics go their own way."""
-    torch.manual_seed(0)
-    passes, count = [], sum(last - first for first, last in rows)
-    monkeypatch.setattr(fused, "sum_parts", lambda *given, **more: passes.append(given) or sum_parts(*given, **more))
-    memory = torch.full((count, 2, 3, 16), torch.nan).half()
-    fields = [memory[:, side if joined else 1 - side].transpose(0, 1)[None] for side in range(2)]
-    statistics = torch.full((1, 3, count), torch.nan)
-    sources = [torch.randn(1, 3, 9, 16).half() for _ in range(2)] + [torch.randn(1, 3, 9)]
-    pairs = list(zip([*fields, statistics], sources, strict=True))
-    TritonKernel().copy_rows(pairs, rows, beside=True)
-    for target, source in pairs:
-        assert torch.equal(target, torch.cat([source[:, :, first:last] for first, last in rows], 2))
-    assert len(passes) == (1 if joined else 2 * len(rows))
 
 
 class Grown:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,11 +9,10 @@ from hypothesis import strategies as st
 
 from burst_attention import causal, full, plan, window
 from burst_attention.geometry import Piece, make_piece
-from burst_attention.merge import Part, State, clear, finish, joined_heads, merge
+from burst_attention.merge import Part, State, clear, finish, merge
 from burst_attention.ops import require_served
 from burst_attention.reference import reference_attention
 from burst_attention.tiles import Accumulator, BackwardInputs, Gradients, TileKernel
-from burst_attention.tiles.accumulator import settle_together
 from burst_attention.tiles.cpu_flash import CpuFlashKernel, stand_in_for_out
 from burst_attention.tiles.pick import TileRequest, pick_kernel
 from burst_attention.tiles.plain import PlainKernel
@@ -246,75 +243,6 @@ def test_what_arrives_is_taken_in_beside_what_was_written_in_place() -> None:
     total.add(2, torch.ones(1, 1, 2, 4), borrowed=True)
     total.settle_borrowed()
     assert torch.equal(total.tensor[0, 0, :, 0], torch.tensor([1.0, 1.0, 2.0, 1.0]))
-
-
-def side_by_side(heads: int, *dtypes: torch.dtype) -> list[torch.Tensor]:
-    """Fields of a packed buffer of 5 rows, (1, heads, 5, 4) each; a column at the end is nobody's."""
-    memory = torch.full((5, len(dtypes) * heads * 4 + 1), torch.nan, dtype=dtypes[0])
-    fields = memory[:, :-1].unflatten(1, (len(dtypes), heads, 4)).permute(1, 2, 0, 3)  # type: ignore[no-untyped-call]
-    return [field[None].view(dtype) for field, dtype in zip(fields, dtypes, strict=True)]
-
-
-def test_heads_that_follow_each_other_in_memory_are_joined() -> None:
-    one, two, three = side_by_side(2, *[torch.float32] * 3)
-    joined = joined_heads([one, two, three])
-    assert joined is not None and joined.shape == (1, 6, 5, 4)
-    joined.copy_(torch.arange(6.0)[None, :, None, None].expand(1, 6, 5, 4))
-    assert all(torch.equal(x[0, :, 0, 0], torch.tensor([0.0, 1.0]) + 2 * n) for n, x in enumerate((one, two, three)))
-    for others in (
-        [one, three],
-        [two, one],
-        [one, two[:, :, :3]],
-        [one, two.transpose(0, 1)],
-        [one, torch.empty(1, 2, 5, 4)],
-        [one, two[0]],
-        side_by_side(2, torch.float32, torch.int32),
-    ):
-        assert joined_heads(others) is None
-
-
-def test_gradients_that_lie_side_by_side_are_settled_in_one_pass() -> None:
-    passes: list[int] = []
-
-    def note(target: torch.Tensor, parts: list[Part], load: bool, **options: Any) -> None:
-        passes.append(len(parts))
-        sum_parts(target, parts, load, **options)
-
-    def totals(count: int, tensors: list[torch.Tensor]) -> list[Accumulator]:
-        made = [Accumulator(x, note) for x in tensors]
-        for value, total in enumerate(made):
-            for _ in range(count):
-                total.add(1, torch.full((1, 2, 2, 4), 1.0 + value))
-            total.add(0, torch.ones(1, 1, 5, 4), head=1)
-        return made
-
-    apart = [torch.full((1, 2, 5, 4), torch.nan) for _ in range(2)]
-    for count, tensors, wanted in (
-        (2, side_by_side(2, torch.float32, torch.float32), [6]),
-        (2, apart, [3, 3]),
-        (6, side_by_side(2, torch.float32, torch.float32), [7, 7]),
-    ):
-        passes.clear()
-        found = totals(count, tensors)
-        settle_together(found)
-        for value, total in enumerate(found):
-            right = torch.zeros(1, 2, 5, 4)
-            right[:, :, 1:3] += count * (1.0 + value)
-            right[:, 1] += 1.0
-            assert torch.equal(total.tensor, right) and not total.untouched
-        assert passes == wanted
-        settle_together(found)
-        assert passes == wanted, "nothing waits any more"
-
-
-def test_what_is_there_already_is_not_lost_where_others_are_settled() -> None:
-    begun, fresh = (Accumulator(x, sum_parts) for x in side_by_side(2, torch.float32, torch.float32))
-    begun.add(0, torch.ones(1, 2, 5, 4))
-    begun.settle()
-    for total in (begun, fresh):
-        total.add(0, torch.ones(1, 2, 5, 4))
-    settle_together([begun, fresh])
-    assert (begun.tensor == 2.0).all() and (fresh.tensor == 1.0).all()
 
 
 class Grown:

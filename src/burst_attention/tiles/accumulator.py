@@ -6,15 +6,14 @@ Shapes: B batch, H query heads, G key heads, S query rows, K key rows, D head di
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from burst_attention.lanes import hurried
-from burst_attention.merge import MAX_PARTS, MAX_SHARES, Part, joined_heads
+from burst_attention.merge import MAX_PARTS, MAX_SHARES, Part
 
 SumParts = Callable[..., None]
 """sum_parts(target, parts, load, out, beside): see fused.py."""
@@ -142,16 +141,12 @@ class Accumulator:
             elif self.untouched:
                 self.tensor.zero_()
         # Not before: others may have their memory when what is alone has ended.
-        self._forget()
-        return self.tensor
-
-    def _forget(self) -> None:
-        """What waited has been taken in."""
         self.untouched = False
         self._growing.clear()
         self._waiting.clear()
         self._borrowed.clear()
         self._held = 0
+        return self.tensor
 
     def _fill_gaps(self) -> None:
         """After parts were written in place: nothing but zeros where none was."""
@@ -231,24 +226,6 @@ class Accumulator:
     def heads(self, first: int, last: int) -> Accumulator:
         """Some of its heads."""
         return AccumulatorHeads(self, first, last)
-
-
-def settle_together(totals: Sequence[Accumulator]) -> None:
-    """Settle several: in one pass those that lie side by side in memory, and are nothing but parts yet."""
-    parts = [total._parts if total.untouched and not total._placed else [] for total in totals]
-    joined = None
-    if len(totals) > 1 and all(parts) and sum(map(len, parts)) <= MAX_PARTS and totals[0]._sum_parts is not None:
-        joined = joined_heads([total.tensor for total in totals])
-    if joined is None:
-        for total in totals:
-            total.settle()
-        return
-    edges = itertools.accumulate((total.tensor.shape[1] for total in totals), initial=0)
-    moved = [part._replace(head=edge + part.head) for edge, some in zip(edges, parts, strict=False) for part in some]
-    assert totals[0]._sum_parts is not None
-    totals[0]._sum_parts(joined, moved, load=False)
-    for total in totals:
-        total._forget()
 
 
 class AccumulatorHeads(Accumulator):

@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from burst_attention.geometry import Rows
 from burst_attention.lanes import hurried
-from burst_attention.merge import MAX_PARTIALS, MAX_PARTS, Part, Partial, State, joined_heads
+from burst_attention.merge import MAX_PARTIALS, Part, Partial, State
 from burst_attention.tiles.start import start_kernel
 from burst_attention.tiles.triton_forward import LN_2, LOG2_E
 
@@ -285,22 +284,6 @@ def copy_on_gpu(target: Tensor, source: Tensor, beside: bool = False) -> None:
         sum_parts(target, [Part(0, 0, source)], load=False, beside=beside)
     else:
         target.copy_(source)
-
-
-def copy_side_by_side(pairs: Sequence[tuple[Tensor, Tensor]], rows: Rows, beside: bool) -> bool:
-    """Copy rows of sources to targets that follow each other in memory, in one pass; says if it did."""
-    joined = joined_heads([target for target, _ in pairs])
-    if joined is None or len(pairs) * len(rows) > MAX_PARTS or any(source.stride(-1) != 1 for _, source in pairs):
-        return False
-    parts, head = [], 0
-    for target, source in pairs:
-        offset = 0
-        for first, last in rows:
-            parts.append(Part(offset, head, source[:, :, first:last]))
-            offset += last - first
-        head += target.shape[1]
-    sum_parts(joined, parts, load=False, beside=beside)
-    return True
 
 
 @triton.jit(do_not_specialize=["heads", "row_count"])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from burst_attention.geometry import Rows
 from burst_attention.lanes import hurried
 from burst_attention.merge import MAX_PARTIALS, Partial, State
 from burst_attention.schedule import PhasePlan
-from burst_attention.tiles.fused import copy_on_gpu, copy_side_by_side, fused_delta, merge_partials, sum_parts
+from burst_attention.tiles.fused import copy_on_gpu, fused_delta, merge_partials, sum_parts
 from burst_attention.tiles.protocol import TileKernel
 
 
@@ -22,13 +21,6 @@ class GpuKernel(TileKernel):
 
     def copy(self, target: Tensor, source: Tensor, beside: bool = False) -> None:
         copy_on_gpu(target, source, beside)
-
-    def copy_rows(self, pairs: Sequence[tuple[Tensor, Tensor]], rows: Rows, beside: bool = False) -> None:
-        """Those that lie side by side in one pass: what comes after it waits for one."""
-        wide = [pair for pair in pairs if pair[0].dim() == 4]
-        if len(wide) > 1 and copy_side_by_side(wide, rows, beside):
-            pairs = [pair for pair in pairs if pair[0].dim() != 4]
-        super().copy_rows(pairs, rows, beside)
 
     def row_delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
         return fused_delta(out, dout, dlse)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_attention.geometry import Piece, Rows
+from burst_attention.geometry import Piece
 from burst_attention.merge import State, finish
 from burst_attention.schedule import Bundle, PhasePlan, Round
 from burst_attention.tiles.accumulator import Accumulator, SumParts
@@ -127,14 +127,6 @@ class TileKernel(ABC):
     def copy(self, target: Tensor, source: Tensor, beside: bool = False) -> None:
         """Copy (B, H, S, D) or (B, H, S) into another order of memory, maybe `beside` something that computes."""
         target.copy_(source)
-
-    def copy_rows(self, pairs: Sequence[tuple[Tensor, Tensor]], rows: Rows, beside: bool = False) -> None:
-        """Copy rows of the second of each pair to the first, which has those alone."""
-        for target, source in pairs:
-            offset = 0
-            for first, last in rows:
-                self.copy(target[:, :, offset : offset + last - first], source[:, :, first:last], beside)
-                offset += last - first
 
     @abstractmethod
     def backward(self, pieces: Sequence[Piece], x: BackwardInputs, gradients: Gradients, scale: float) -> None:
