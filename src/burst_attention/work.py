@@ -153,9 +153,10 @@ class BackwardWork:
     def finish_heads(self, heads: int, key_heads: int) -> None:
         """End the gradients of the first heads, for which nothing more is computed. Nobody visits any more."""
         self.visiting.clear()
-        # Sums of dq may lie in an order of their own (`BlockOrder`), which few cores take long to read: they come last.
-        counts = {name: key_heads if name in KEY_SIDE else heads for name in reversed(GRADIENTS) if name in self.home}
-        opened = [self.home[name] for name, count in counts.items() if self.home[name].open_heads(count)]
+        counts = {name: key_heads if name in KEY_SIDE else heads for name in self.home}
+        opened = [total for name, total in self.home.items() if total.open_heads(counts[name])]
+        # Sums in an order of their own take few cores long to read: they come last.
+        opened.sort(key=lambda total: total.is_reordered)
         with hurried(opened[0].tensor) if opened else contextlib.nullcontext():
             for total in opened:
                 # The last of them is under way when blocks of the round end: it may take all that they leave.

@@ -10,6 +10,8 @@ import torch
 
 from burst_attention.engine import run_phase
 from burst_attention.lanes import Lanes
+from burst_attention.merge import BlockOrder, Part
+from burst_attention.tiles import Accumulator
 from burst_attention.tiles.plain import PlainKernel
 from burst_attention.topology import DoubleRing
 from burst_attention.work import BackwardWork
@@ -66,13 +68,17 @@ def test_groups_of_heads_change_places_after_a_round_or_after_a_turn_of_a_host(
     assert done == order.split()
 
 
-def test_dq_is_the_last_of_gradients_that_end_beside_a_round() -> None:
-    """It may lie in an order that takes few cores long to read; and the last pass has all that the round leaves."""
+@pytest.mark.parametrize(
+    ("reordered", "order"), [((), ["dq", "dk", "dv"]), (("dq",), ["dk", "dv", "dq"])], ids=["rows", "dq-reordered"]
+)
+def test_sums_in_an_order_of_their_own_end_last_beside_a_round(reordered: tuple[str, ...], order: list[str]) -> None:
+    """They take few cores long to read; and the last pass has all that the round leaves."""
     ended: list[tuple[str, bool]] = []
 
     def total(name: str) -> Any:
         return SimpleNamespace(
             tensor=torch.empty(0),
+            is_reordered=name in reordered,
             open_heads=lambda count: True,
             finish_heads=lambda beside: ended.append((name, beside)),
         )
@@ -80,4 +86,13 @@ def test_dq_is_the_last_of_gradients_that_end_beside_a_round() -> None:
     work = BackwardWork(PlainKernel(), 1.0, {name: total(name) for name in ("dq", "dk", "dv")})
     work.room = True
     work.finish_heads(2, 1)
-    assert ended == [("dv", True), ("dk", True), ("dq", False)]
+    assert ended == [(name, name != order[-1]) for name in order]
+
+
+def test_an_accumulator_knows_of_orders() -> None:
+    total = Accumulator(torch.empty(1, 2, 4, 8), lambda *given, **options: None)
+    total.add(0, torch.empty(1, 2, 4, 8))
+    assert not total.is_reordered
+    order = BlockOrder(torch.arange(32, dtype=torch.int32), 4, 1.0)
+    total.growing("some", lambda: SimpleNamespace(part=lambda head: Part(0, head, torch.empty(1, 2, 4, 8), order)))
+    assert total.is_reordered

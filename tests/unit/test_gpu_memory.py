@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from burst_attention import Layout, Mask, Ring, blocks, burst_attention, causal, engine, full, ops, plan, run_ranks
+from burst_attention import Layout, Mask, Ring, blocks, burst_attention, causal, engine, full, plan, run_ranks
 
 pytest.importorskip("triton")
+from burst_attention.bench_tax import nothing_asked_for
 from burst_attention.tiles import vendor
 from tests.unit import fake_gpu
 
@@ -36,9 +37,9 @@ def held_and_planned(
 ) -> float:
     """What the rank that holds most allocates, over what is planned for the rank that is to hold most."""
     machine, tiles = fake_gpu.pretend_gpu(monkeypatch, pool=100), fake_gpu.use_kernel(monkeypatch, kernel)
-    # What is planned would be there for a moment, whatever is allocated after it.
-    monkeypatch.setattr(ops, "ask_for_room", lambda runs: None)
-    options = attend(mask, kv_heads, ranks, needs, **options)
+    # Else what is planned would be there for a moment, whatever is allocated after it.
+    with nothing_asked_for():
+        options = attend(mask, kv_heads, ranks, needs, **options)
     shapes = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": DIM, "dtype": torch.float16, "requires_grad": needs}
     made = replace(plan(SHARD * ranks, ranks, **shapes, **options), kernel=tiles)  # type: ignore[arg-type]
     return max(machine.peaks.values()) / max(map(made.peak_bytes, range(ranks)))

@@ -165,6 +165,11 @@ class Accumulator:
         return [*self._waiting, *self._borrowed, *grown]
 
     @property
+    def is_reordered(self) -> bool:
+        """Whether some of what waits is in an order of its own."""
+        return any(part.order is not None for part in self._parts)
+
+    @property
     def fresh(self) -> bool:
         """Whether nothing has been added yet."""
         return self.untouched and not self._parts and not self._placed
