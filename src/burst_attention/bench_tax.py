@@ -202,12 +202,13 @@ def peak_gib(case: TaxCase, rank: int, **options: Any) -> float:
 @contextlib.contextmanager
 def nothing_asked_for() -> Iterator[None]:
     """Calls in here allocate what they need when they need it."""
-    before = ops.ask_for_room
-    ops.ask_for_room = lambda runs: None
+    names = vars(ops)
+    before = names["ask_for_room"]
+    names["ask_for_room"] = lambda runs: None
     try:
         yield
     finally:
-        ops.ask_for_room = before
+        names["ask_for_room"] = before
 
 
 def made_inputs(case: TaxCase, tokens: int) -> tuple[Tensor, ...]:
