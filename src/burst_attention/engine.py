@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,15 +22,18 @@ from torch import Tensor
 from burst_attention.geometry import Piece, Rows, count_rows, row_offset
 from burst_attention.lanes import Lanes, capturing, hurried
 from burst_attention.merge import normalised
-from burst_attention.rank_setup import room_of, setup_of
+from burst_attention.rank_setup import setup_of
 from burst_attention.ring import Parcel, Pending, Ring, TraceEvent
-from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer
+from burst_attention.schedule import Bundle, PhasePlan, Plan, Round, Transfer, growth_by_round, room_at_the_end
 from burst_attention.schedule.bundles import KEY_SIDE, Heads
-from burst_attention.schedule.plan import OPERAND, RESULT
+from burst_attention.schedule.plan import OPERAND, RESULT, sign_of
 from burst_attention.work import Work, state_of
 
 Portion = tuple[tuple[Piece, ...], int, int]
 """Pieces, and of the visiting rows that they are of the first, and how many."""
+
+ROUNDING = 8 * 512
+"""Bytes of a turn's workspace that its tensors, some eight, take beyond their own, for each begins at a multiple."""
 
 CHANNELS = {(OPERAND, False): 0, (RESULT, False): 1, (OPERAND, True): 2, (RESULT, True): 3}
 """By what travels, and whether it may take more than a round: each has an order of its own."""
@@ -91,18 +95,24 @@ def run_phase(runs: Sequence[PhaseRun]) -> None:
         run.lanes.join()
 
 
-def ask_for_room(runs: Sequence[PhaseRun]) -> None:
-    """On a GPU ask for all memory that rounds will allocate, and let it go again, before the first hop.
+def ask_for_room(plan: Plan, runs: Sequence[PhaseRun]) -> None:
+    """On a GPU ask for all memory that a phase will allocate, and let it go again, before its first hop.
 
     Whoever does not have it says so here, where nobody waits yet; and what is held at most is the same after every hop.
     """
-    kernel, phase = runs[0].work.kernel, runs[0].plan.phase
-    held: list[Tensor] = []
+    like, kernel, phase = runs[0].home["q"], runs[0].work.kernel, runs[0].plan.phase
+    if not like.is_cuda or capturing():
+        return
+    key = "end", runs[0].ring.rank, kernel, kernel.facts(like.device)
+    if key not in runs[0].plan.setups:
+        with_kernel = replace(plan, kernel=kernel)
+        runs[0].plan.setups[key] = room_at_the_end(with_kernel, runs[0].ring.rank, phase)
+    held = [like.new_empty(runs[0].plan.setups[key], dtype=torch.uint8)]
     for run in runs:
-        held += run.memory_of_rounds()
-        if not (kernel.parts_wait and phase == "backward"):
-            # Groups of heads that leave nothing to wait have it one after the other.
-            held.clear()
+        rounds = run.memory_of_rounds()
+        if kernel.parts_wait and phase == "backward":
+            # Where groups of heads leave nothing to wait they have it one after the other.
+            held += rounds
 
 
 def stretches_of_rounds(rounds: int, per_host: int) -> list[range]:
@@ -168,16 +178,34 @@ class PhaseRun:
         return self.home["q"].is_cuda and self.group is None and self.setup.in_parts and self.work.lays_aside
 
     def memory_of_rounds(self) -> list[Tensor]:
-        """All memory that rounds will allocate, from the lanes that they will have it from."""
-        like = self.home["q"]
-        if not like.is_cuda or capturing():
-            return []
-        room = [like.new_empty(self.work.ending_bytes(like.dtype), dtype=torch.uint8)]
-        sizes = room_of(self.plan, self.ring.rank, self.work.kernel, self.work.scale, like.device)
-        for turn, nbytes in ((turn, nbytes) for turn, nbytes in enumerate(sizes) if nbytes):
-            with self.lanes.memory_of(turn):
-                room.append(like.new_empty(nbytes, dtype=torch.uint8))
-        return room
+        """What rounds will allocate, from lanes in the turns that rounds take."""
+        held = []
+        for turn, nbytes in enumerate(self._growth_by_turn()):
+            if nbytes:
+                with self.lanes.memory_of(turn):
+                    held.append(self.home["q"].new_empty(nbytes, dtype=torch.uint8))
+        return held
+
+    def _growth_by_turn(self) -> list[int]:
+        """Bytes that the kernel's workspace grows by; worked out once for a plan."""
+        rank, kernel, plan = self.ring.rank, self.work.kernel, self.plan
+        lanes = bool(self.lanes.streams), self.room
+        key = "room", rank, kernel, sign_of(self.work.scale), kernel.facts(self.home["q"].device), lanes
+        found: list[int] | None = plan.setups.get(key)
+        if found is None:
+            found = plan.setups[key] = []
+            for step, nbytes in zip(self.rounds, growth_by_round(plan, rank, kernel), strict=True):
+                turns = self._turns_of(step)
+                found += [-(-nbytes // turns) + ROUNDING if nbytes else 0] * turns
+        return found
+
+    def _turns_of(self, step: Round) -> int:
+        """On how many lanes after each other a round computes."""
+        if not step.row_count:
+            return bool(step.pieces)
+        if not step.pieces and not self.plan.results.fields:
+            return 0
+        return len(self._portions(step)) + (self._last_halves(step) is not None)
 
     def _buffer(self, channel: str, bundle: Bundle, rows: int) -> RowBuffer:
         what = f"{self.plan.phase} {channel}"

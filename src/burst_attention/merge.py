@@ -31,6 +31,10 @@ MAX_SHARES = 5
 """Times a gradient's own size that parts may hold while they wait: what a ring of 8 needs, two blocks at once."""
 
 
+SUMS_COUNT = 2
+"""Times that a part in an order of its own counts among these: it is in fp32, where other parts are in 16 bits."""
+
+
 class Partial(NamedTuple):
     """A kernel's normalised (out, lse): for the rows from `first` on and the heads from `head` on."""
 

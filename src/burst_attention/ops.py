@@ -162,7 +162,7 @@ def run_groups(plan: Plan, phase: PhasePlan, ring: Ring, home: dict[str, Tensor]
         )
         part = {name: x[:, slice(*(key_heads if name in KEY_SIDE else heads))] for name, x in home.items()}
         runs.append(PhaseRun(phase, ring, part, work.of_heads(heads, key_heads), group))
-    ask_for_room(runs)
+    ask_for_room(plan, runs)
     run_phase(runs)
 
 

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from burst_attention.geometry import Rows
-from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer, growth_by_round
+from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer
 from burst_attention.schedule.bundles import Heads
 from burst_attention.schedule.plan import RESULT, sign_of
 from burst_attention.tiles import TileKernel
-
-ROUNDING = 8 * 512
-"""Bytes of a turn's workspace that its tensors, some eight, take beyond their own, for each begins at a multiple."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +46,6 @@ def setup_of(plan: PhasePlan, rank: int, kernel: TileKernel, scale: float, devic
     found: RankSetup | None = plan.setups.get(key)
     if found is None:
         found = plan.setups[key] = _make_setup(plan, rank, kernel, sign)
-    return found
-
-
-def room_of(plan: PhasePlan, rank: int, kernel: TileKernel, scale: float, device: torch.device) -> list[int]:
-    """Bytes that a kernel's workspace grows by in each turn that a rank's rounds take, known and kept likewise."""
-    setup, sign = setup_of(plan, rank, kernel, scale, device), sign_of(scale)
-    key = "room", rank, kernel, sign, kernel.facts(device)
-    found: list[int] | None = plan.setups.get(key)
-    if found is None:
-        found = plan.setups[key] = []
-        for step, nbytes in zip(plan.rounds[rank], growth_by_round(plan, rank, kernel), strict=True):
-            turns = 1 if setup.one_launch else len(step.pieces)
-            found += [-(-nbytes // turns) + ROUNDING if nbytes else 0] * turns if step.pieces else []
     return found
 
 

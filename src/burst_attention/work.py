@@ -47,10 +47,6 @@ class ForwardWork:
         if pieces:
             self.kernel.forward(pieces, x["q"], x["k"], x["v"], state, self.scale)
 
-    def ending_bytes(self, dtype: torch.dtype) -> int:
-        """Of out and lse, where what they are made of is there beside them."""
-        return self.home.acc.numel() * dtype.itemsize + self.home.peak.nbytes if self.kernel.defers else 0
-
     def combine(self, first: int, arrived: Mapping[str, Tensor], at_home: bool, visiting: Mapping[str, Tensor]) -> None:
         """Merge a partial state that has arrived, from row `first` on."""
         mine, theirs = self.home if at_home else state_of(visiting), state_of(arrived)
@@ -111,10 +107,6 @@ class BackwardWork:
         if not pieces:
             return
         self.kernel.backward(pieces, inputs, Gradients(*(here.get(name) for name in GRADIENTS)), self.scale)
-
-    def ending_bytes(self, dtype: torch.dtype) -> int:
-        """Gradients are there when buffers are gone."""
-        return 0
 
     def combine(self, first: int, arrived: Mapping[str, Tensor], at_home: bool, visiting: Mapping[str, Tensor]) -> None:
         """Add gradients that have arrived, from row `first` on."""

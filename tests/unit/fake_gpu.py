@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from burst_attention import engine, lanes, ops, rank_setup
+from burst_attention import engine, lanes, ops
 from burst_attention.ring import threads
 from burst_attention.tiles import cuda, flash4, fused, gpu, hopper_kernel, triton_kernel, vendor
 from tests.unit import gpu_kernels_in_torch as in_torch
@@ -42,7 +42,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, pool: int) -> Machine:
     monkeypatch.setattr(threads, "_rank_streams", lambda size: [made.stream() for _ in range(size)])
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(engine, "capturing", lambda: False)
-    monkeypatch.setattr(rank_setup, "ROUNDING", 0)
+    monkeypatch.setattr(engine, "ROUNDING", 0)
     monkeypatch.setattr(lanes, "_lanes", {})
     # After the ranks have ended their caller, who is nobody here, waits for them.
     made.local.stream = made.stream()

@@ -103,7 +103,7 @@ def test_sums_are_whole_blocks(monkeypatch: pytest.MonkeyPatch, direction: str) 
     """Of shards, and halves of them, that blocks of 8 queries do not divide."""
     monkeypatch.setattr(f"{__name__}.SHARD", 6)
     share = held_and_planned(monkeypatch, "causal", 4, 4, coalesce=2, **WAYS[direction])
-    assert 0.95 < share <= 1.0
+    assert 0.9 < share <= 1.0
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -4,7 +4,7 @@ from burst_attention.schedule.buffers import PlanError
 from burst_attention.schedule.build import build_plan
 from burst_attention.schedule.bundles import Bundle, Field, Shapes, make_bundle
 from burst_attention.schedule.heads import HeadsPlan, build_heads_plan, split_heads
-from burst_attention.schedule.memory import growth_by_round
+from burst_attention.schedule.memory import growth_by_round, room_at_the_end
 from burst_attention.schedule.plan import PhasePlan, Plan, Round, Transfer, Visit
 from burst_attention.schedule.simulate import simulate
 
@@ -23,6 +23,7 @@ __all__ = [
     "build_plan",
     "growth_by_round",
     "make_bundle",
+    "room_at_the_end",
     "simulate",
     "split_heads",
 ]

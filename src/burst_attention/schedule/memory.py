@@ -35,17 +35,31 @@ def peak_bytes(plan: Plan, rank: int) -> int:
 
 
 def ending_bytes(plan: Plan, phase: PhasePlan, rank: int) -> int:
-    """Of a last round at home, beside which gradients are ended: most buffers are gone, and there are results."""
-    last = phase.rounds[rank][-1]
-    if plan.kernel is None or last.heads is None or not phase.straight:
+    """Of the end of backward: most buffers are gone, what waits is still there, and there are results.
+
+    Gradients end one after the other, and each is gone before the next; but for those that end beside a last round.
+    """
+    if plan.kernel is None:
         return 0
     rows = phase.result_slot_rows
     arrived = (phase.arrival_slots * rows.received + rows.received_long) * phase.results.row_bytes
-    gradients = _row_bytes(phase, tuple(f"d{name}" for name in phase.needs), rank, plan)
-    results = gradients * phase.shapes.dtype.itemsize // phase.shapes.accumulate_dtype.itemsize
-    of_heads = replace(phase, shapes=phase.shapes.of_heads(last.heads))
-    work = plan.kernel.workspace_bytes(of_heads, last, None) if last.pieces else 0
-    return arrived + results + work
+    gradients = [f"d{name}" for name in "qkv" if name in phase.needs]
+    beside = phase.rounds[rank][-1].heads is not None and phase.straight
+    ended = tuple(gradients if beside else gradients[:1])
+    precise, narrow = phase.shapes.accumulate_dtype.itemsize, phase.shapes.dtype.itemsize
+    # Those that are in their own dtype already are not copied.
+    results = _row_bytes(phase, ended, rank, plan) * narrow // precise if narrow < precise else 0
+    computed = [index for index, step in enumerate(phase.rounds[rank]) if step.pieces]
+    work = workspaces(phase, rank, plan.kernel)[computed[-1]] if computed else 0
+    return plan.groups * (arrived + work) + results
+
+
+def room_at_the_end(plan: Plan, rank: int, name: str) -> int:
+    """What the end of a phase takes beyond all that there is while rounds run."""
+    phase = plan.phase(name)
+    if name == "forward":
+        return _row_bytes(phase, ("out", "lse"), rank, plan) if plan.kernel is not None and plan.kernel.defers else 0
+    return max(ending_bytes(plan, phase, rank) - phase_bytes(phase, rank, plan.kernel, plan.groups), 0)
 
 
 def phase_bytes(phase: PhasePlan, rank: int, kernel: TileCosts | None, groups: int) -> int:

@@ -262,6 +262,12 @@ class PhasePlan:
         return {}
 
     @cached_property
+    def all_heads(self) -> int:
+        """Query heads, also of a phase whose shapes are those of some."""
+        last = [step.heads[1] for rounds in self.rounds for step in rounds if step.heads]
+        return max(last, default=self.shapes.heads)
+
+    @cached_property
     def all_pieces(self) -> frozenset[Piece]:
         """Every piece that any rank computes, as it is given to a kernel."""
         return frozenset(piece for rounds in self.rounds for step in rounds for piece in step.pieces)

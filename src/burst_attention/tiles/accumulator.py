@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from burst_attention.lanes import hurried
-from burst_attention.merge import MAX_PARTS, MAX_SHARES, Part
+from burst_attention.merge import MAX_PARTS, MAX_SHARES, SUMS_COUNT, Part
 
 SumParts = Callable[..., None]
 """sum_parts(target, parts, load, out, beside): see fused.py."""
@@ -79,9 +79,10 @@ class Accumulator:
 
     def wait(self, part: Part) -> None:
         """Keep a part until it is taken in."""
-        self._make_room(part.tensor.numel())
+        numbers = part.tensor.numel() * (1 if part.order is None else SUMS_COUNT)
+        self._make_room(numbers)
         self._waiting.append(part)
-        self._held += part.tensor.numel()
+        self._held += numbers
 
     def place(self, first: int, rows: int, dtype: torch.dtype) -> Tensor | None:
         """Where a kernel may write a part for all heads itself, instead of having it added: None where it may not.

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from burst_attention.geometry import Piece
 from burst_attention.lanes import begins
-from burst_attention.merge import BlockOrder, Part
+from burst_attention.merge import MAX_PARTS, MAX_SHARES, SUMS_COUNT, BlockOrder, Part
 from burst_attention.schedule import Bundle, PhasePlan, Round, Shapes
 from burst_attention.tiles.fused import padded_statistics, sum_parts
 from burst_attention.tiles.hopper import loadable
@@ -107,36 +107,43 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 def workspace_bytes(phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
     """Sums of dq in fp32 with the statistics, and parts of dk and dv.
 
-    Where queries are at home, sums stay, those of triangles too; and so do parts of home's own keys. Sums of queries
-    that visit last a round. What is written where it is sent from needs no room.
+    Of queries at home sums stay, those of triangles too; and so do parts of home's own keys. Sums of queries that visit
+    last a round. What is written where it is sent from needs no room.
     """
     shapes, size = phase.shapes, phase.shapes.dtype.itemsize
     row = shapes.batch * shapes.heads * shapes.head_dim
     placed = {field.name for field in visiting.fields if field.dtype == shapes.dtype} if visiting else set()
-    triangles = _triangle_rows(phase, [step], step)
     statistics = 2 * shapes.batch * shapes.heads
-    if phase.direction == "query":
-        return (_rectangle_rows(phase, [step], step) + triangles) * 4 * (row + statistics)
     before = rounds_before(phase, step)
-    rectangles = _rectangle_rows(phase, (*before, step), step)
-    sums = rectangles + _triangle_rows(phase, (*before, step), step)
-    # A ring of one has no buffers that would be gone when it ends: what dq is written to comes on top.
-    results = sums if phase.topology.size == 1 else 0
+    if phase.direction == "query":
+        before = tuple(other for other in before if not other.row_count)
+        sums = sum(_rectangle_rows(phase, some) + _triangle_rows(phase, some) for some in (before, [step]))
+        return sums * 4 * (row + statistics)
+    rectangles = _rectangle_rows(phase, (*before, step))
+    sums = rectangles + _triangle_rows(phase, (*before, step))
     in_place = len(placed & {"dk", "dv"}) if shapes.heads == shapes.kv_heads else 0
-    parts = 2 * _home_key_rows(before, step) + (2 - in_place) * sum(piece.k_count for piece in step.pieces)
-    return (sums * 4 + (results + parts) * size) * row + 4 * statistics * (rectangles + triangles)
+    parts = 2 * _home_key_rows(phase, before) + (2 - in_place) * sum(piece.k_count for piece in step.pieces)
+    return (sums * 4 + parts * size) * row + 4 * statistics * (rectangles + _triangle_rows(phase, [step]))
 
 
-def _rectangle_rows(phase: PhasePlan, rounds: Iterable[Round], step: Round) -> int:
+def _rectangle_rows(phase: PhasePlan, rounds: Iterable[Round]) -> int:
     """Query rows of different rectangles."""
     ranges = {(p.q_first, p.q_count, other.heads) for other in rounds for p in other.pieces if p.is_full}
-    return sum(in_heads_of(step, heads, in_blocks(phase, count)) for _, count, heads in ranges)
+    return sum(in_heads_of(phase, heads, in_blocks(phase, count)) for _, count, heads in ranges)
 
 
-def _triangle_rows(phase: PhasePlan, rounds: Iterable[Round], step: Round) -> int:
-    """Query rows of all others, each of which has its own sums."""
-    pieces = ((p.q_count, other.heads) for other in rounds for p in other.pieces if not p.is_full)
-    return sum(in_heads_of(step, heads, in_blocks(phase, count)) for count, heads in pieces)
+def _triangle_rows(phase: PhasePlan, rounds: Iterable[Round]) -> int:
+    """Query rows of triangles, each of which has its own sums; no more than may wait at once."""
+    rounds = tuple(rounds)
+    found = [
+        in_heads_of(phase, other.heads, in_blocks(phase, p.q_count))
+        for other in rounds
+        for p in other.pieces
+        if p.is_causal and p.q_count == p.k_count
+    ]
+    longest = max(found, default=0)
+    shard = in_heads_of(phase, None, max((p.q_first + p.q_count for other in rounds for p in other.pieces), default=0))
+    return min(sum(found), MAX_PARTS * longest, max(MAX_SHARES * shard // SUMS_COUNT, longest))
 
 
 def in_blocks(phase: PhasePlan, rows: int) -> int:
@@ -145,10 +152,10 @@ def in_blocks(phase: PhasePlan, rows: int) -> int:
     return -(-rows // block) * block
 
 
-def _home_key_rows(rounds: Iterable[Round], step: Round) -> int:
+def _home_key_rows(phase: PhasePlan, rounds: Iterable[Round]) -> int:
     """Rows of home's keys that its own queries were computed with."""
     at_home = (other for other in rounds if not other.row_count)
-    return sum(in_heads_of(step, other.heads, p.k_count) for other in at_home for p in other.pieces)
+    return sum(in_heads_of(phase, other.heads, p.k_count) for other in at_home for p in other.pieces)
 
 
 def add_gradients(piece: Piece, x: BackwardInputs, gradients: Gradients, scale: float) -> None:
@@ -159,6 +166,8 @@ def add_gradients(piece: Piece, x: BackwardInputs, gradients: Gradients, scale: 
     for total in (gradients.dk, gradients.dv):
         if total is not None:
             total.make_room(per_key * piece.k_count)
+    if causal and gradients.dq is not None and gradients.dq.waits:
+        gradients.dq.make_room(SUMS_COUNT * piece.q_count)
 
     def new_sums() -> QuerySums:
         return QuerySums(piece, x.q[:, :, queries], x.lse[:, :, queries], x.delta[:, :, queries], per_key, scale)

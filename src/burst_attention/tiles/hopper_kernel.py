@@ -76,7 +76,7 @@ class HopperKernel(DeferringKernel, TritonKernel):
                 table = block_table(other.pieces, True, BACKWARD_BLOCK_K, BACKWARD_BLOCK_Q, on_cpu)
                 parts = parts_of_heads(table, shapes.batch * shapes.kv_heads, shapes.heads // shapes.kv_heads, chip)
                 keys = max(piece.k_first + piece.k_count for piece in other.pieces)
-                rows += in_heads_of(step, other.heads, parts * keys)
+                rows += in_heads_of(phase, other.heads, parts * keys)
         row = shapes.batch * shapes.kv_heads * (shapes.head_dim + shapes.value_dim) * shapes.dtype.itemsize
         return rows * row
 
@@ -86,9 +86,7 @@ class HopperKernel(DeferringKernel, TritonKernel):
             return False
         precise = all(field.dtype == phase.shapes.accumulate_dtype for field in phase.results.fields)
         # Of all heads: the phase may be that of half of them.
-        last_heads = [step.heads[1] for steps in phase.rounds for step in steps if step.heads]
-        heads = max(last_heads, default=phase.shapes.heads)
-        whole = replace(phase.shapes, heads=heads, kv_heads=phase.results.fields[0].heads)
+        whole = replace(phase.shapes, heads=phase.all_heads, kv_heads=phase.results.fields[0].heads)
         alone = precise or replace(phase, shapes=whole).rounds_alone(self, rounds, 1.0)
         return alone and all(self.gives_parts(phase, step, 1.0) for step in rounds)
 

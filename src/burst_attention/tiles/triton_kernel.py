@@ -115,16 +115,8 @@ class TritonKernel(GpuKernel):
     """Of heads, for which our backward for Hopper serves there."""
 
     def workspace_bytes(self, phase: PhasePlan, step: Round, visiting: Bundle | None) -> int:
-        """Row statistics of visiting queries, laid out afresh for the kernel for Hopper.
-
-        A ring of one has no buffers that would be gone when dq is cast: it is there twice then.
-        """
-        if phase.phase == "forward":
-            return 0
-        if phase.topology.size == 1:
-            rows = max(piece.q_first + piece.q_count for piece in step.pieces)
-            return rows * phase.shapes.batch * phase.shapes.heads * phase.shapes.head_dim * phase.shapes.dtype.itemsize
-        if not visiting or phase.direction == "kv":
+        """Row statistics of visiting queries, laid out afresh for the kernel for Hopper."""
+        if phase.phase == "forward" or not visiting or phase.direction == "kv":
             return 0
         return 2 * step.row_count * phase.shapes.batch * phase.shapes.heads * 4
 

@@ -24,7 +24,7 @@ from burst_attention.tiles.gpu import DeferringKernel, add_partial, make_room, p
 from burst_attention.tiles.protocol import BackwardInputs, Gradients
 from burst_attention.tiles.split import rectangle_and_triangle
 from burst_attention.tiles.start import start
-from burst_attention.tiles.waiting import rounds_before
+from burst_attention.tiles.waiting import in_heads_of, rounds_before
 
 
 class VendorKernel(DeferringKernel):
@@ -179,8 +179,7 @@ def _waiting_rows(phase: PhasePlan, per_key: int) -> int:
     most = 0
     for rounds in phase.rounds:
         parts = [(*moved_rows(piece, home), step.heads) for step in rounds for piece in step.pieces]
-        # A round of half of the heads leaves half as much to wait.
-        every = sum((last - first) // (1 if heads is None else 2) for first, last, heads in parts)
+        every = sum(in_heads_of(phase, heads, last - first) for first, last, heads in parts)
         longest = max((last - first for first, last, _ in parts), default=0)
         shard = max((last for _, last, _ in parts), default=0)
         most = max(most, min(per_key * every, MAX_PARTS * longest, MAX_SHARES * shard))

@@ -11,8 +11,10 @@ def rounds_before(phase: PhasePlan, step: Round) -> tuple[Round, ...]:
     return next(rounds[: step.index] for rounds in phase.rounds if rounds[step.index] == step)
 
 
-def in_heads_of(step: Round, heads: Heads | None, rows: int) -> int:
-    """Rows of some heads, or of all, as rows of a round's heads: home's own work is done in two halves of them."""
-    if (step.heads is None) == (heads is None):
-        return rows
-    return 2 * rows if heads is None else -(-rows // 2)
+def in_heads_of(phase: PhasePlan, heads: Heads | None, rows: int) -> int:
+    """Rows of some heads, or of all, as rows of those heads that the phase's shapes have.
+
+    Home's own work is done in two parts of the heads, which are halves where key heads are evenly many.
+    """
+    count = heads[1] - heads[0] if heads else phase.all_heads
+    return -(-rows * count // phase.shapes.heads)
