@@ -98,14 +98,17 @@ def main() -> int:
     options.logs.mkdir(parents=True, exist_ok=True)
     facts = machine() | {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
     chosen = commands(options.only)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        parts = list(pool.map(lambda item: run(*item, options.logs, options.limit), chosen.items()))
-    rows = [together(list(group)) for _, group in itertools.groupby(parts, lambda part: part["what"])]
-    for row in rows:
-        print(row, flush=True)
-    with options.output.open("a") as output:
-        output.writelines(json.dumps(row | facts) + "\n" for row in rows)
-    return int(any(row["exit"] for row in rows))
+    failed = False
+    with ThreadPoolExecutor(options.jobs) as pool, options.output.open("a") as output:
+        parts = pool.map(lambda item: run(*item, options.logs, options.limit), chosen.items())
+        for _, group in itertools.groupby(parts, lambda part: part["what"]):
+            row = together(list(group))
+            print(row, flush=True)
+            # Whoever ends this early keeps the files that are through.
+            output.write(json.dumps(row | facts) + "\n")
+            output.flush()
+            failed |= bool(row["exit"])
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from burst_attention import Layout, Mask, Ring, blocks, burst_attention, causal, engine, full, plan, run_ranks
+from burst_attention import (
+    Layout,
+    Mask,
+    Ring,
+    blocks,
+    burst_attention,
+    causal,
+    documents,
+    engine,
+    full,
+    plan,
+    run_ranks,
+)
 
 pytest.importorskip("triton")
 from burst_attention.bench_tax import nothing_asked_for
@@ -48,7 +60,8 @@ def held_and_planned(
 def attend(mask: str, kv_heads: int, ranks: int, needs: str = "qkv", **options: Any) -> dict[str, Any]:
     """Run a ring, forward and backward; returns the options of its call."""
     layout = Layout("zigzag" if mask == "causal" else "contiguous", SHARD * ranks, ranks)
-    options |= {"mask": causal() if mask == "causal" else full(), "layout": layout}
+    masks = {"causal": causal(), "full": full(), "own documents": documents([SHARD] * ranks)}
+    options |= {"mask": masks[mask], "layout": layout}
 
     def body(ring: Ring) -> None:
         heads = HEADS, kv_heads, kv_heads, HEADS
@@ -63,13 +76,13 @@ def attend(mask: str, kv_heads: int, ranks: int, needs: str = "qkv", **options: 
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1], ids=["MHA", "GQA"])
-@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("mask", ["causal", "full", "own documents"])
 @pytest.mark.parametrize(("ranks", "coalesce"), [(2, 1), (4, 2), (8, 2), (8, 1)])
 @pytest.mark.parametrize("kernel", ["FA4", "cuDNN", "hopper", "triton"])
 def test_after_the_first_hop_nothing_more_is_held(
     monkeypatch: pytest.MonkeyPatch, kernel: str, ranks: int, coalesce: int, mask: str, kv_heads: int
 ) -> None:
-    """Also where parts and partials wait, which are more with every round."""
+    """Also where parts and partials wait, which are more with every round; nor when a phase ends."""
     machine = fake_gpu.pretend_gpu(monkeypatch, pool=100)
     fake_gpu.use_kernel(monkeypatch, kernel)
     peaks: dict[tuple[str, str], list[int]] = {}
@@ -84,6 +97,7 @@ def test_after_the_first_hop_nothing_more_is_held(
     attend(mask, kv_heads, ranks, coalesce=coalesce, **WAYS["chain" if kernel == "triton" else "straight"])
     assert len(peaks) == 2 * ranks
     assert all(len(set(found)) == 1 for found in peaks.values()), peaks
+    assert machine.peaks == {name: found[0] for (name, phase), found in peaks.items() if phase == "backward"}
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
@@ -96,6 +110,30 @@ def test_the_plan_says_what_is_held(
     """To a twentieth, of the rank that holds most; where queries travel it may be an eighth less."""
     share = held_and_planned(monkeypatch, mask, kv_heads, ranks, coalesce=2, **WAYS[way])
     assert (0.87 if "queries" in way else 0.95) < share < 1.03
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (9, 3), (15, 5)], ids=str)
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("kernel", ["FA4", "hopper"])
+def test_heads_in_parts_that_are_no_halves(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, mask: str, heads: int, kv_heads: int
+) -> None:
+    """Home's own work is of two key heads and of one, or of three and two."""
+    monkeypatch.setattr(f"{__name__}.HEADS", heads)
+    share = held_and_planned(monkeypatch, mask, kv_heads, 4, kernel=kernel, coalesce=2, **WAYS["straight"])
+    assert 0.95 < share <= 1.0
+
+
+@pytest.mark.parametrize("kv_heads", [32, 8], ids=["MHA", "GQA"])
+def test_triangles_that_visit_wait_up_to_what_may_wait(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
+    """Every block of a striped ring is one."""
+    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: False)
+    peaks = []
+    for ranks in (8, 32):
+        shapes = {"heads": 32, "kv_heads": kv_heads, "head_dim": 128}
+        made = plan(8192 * ranks, ranks, mask=causal(), layout="striped", device="cuda", direction="kv", **shapes)
+        peaks.append(made.peak_bytes(1))
+    assert peaks[0] == peaks[1]
 
 
 @pytest.mark.parametrize("direction", ["straight", "straight-queries"])
