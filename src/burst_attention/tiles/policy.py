@@ -80,20 +80,20 @@ CHOICES = (
         "flash",
         lambda c: c.vendor and c.flash not in ("FA2", "") and c.flash_runs and c.head_dim == c.value_dim
         and c.head_dim in (64, 128),
-        "FA4 on 8192 x 8192: 723 forward, 610 backward with its sums; cuDNN 679 and 551, ours 676 and 581. A ring of 8 "
-        "with 4096 tokens each takes 4.5 ms backward, on ours 5.4. Measured in bf16 and D = 128 alone",
+        "FA4 on 8192 x 8192: 717 forward, 609 backward with its sums; cuDNN 674 and 551, ours 673 and 565. A ring of 8 "
+        "with 4096 tokens each takes 4.3 ms backward, on ours 5.3. Measured in bf16 and D = 128 alone",
     ),
     Row(
         "hopper",
         lambda c: c.phase == "backward" and c.gluon and c.half and c.capability == (9, 0) and c.scale > 0
         and c.head_dim == c.value_dim == 128,
-        "581 on 8192 x 8192, 484 on 2048 x 2048, cuDNN's with its sums 551 and 377. A causal ring of 8 with 4096 "
-        "tokens each takes 5.4 ms (GQA 4: 4.9), on cuDNN 5.5 (5.4); with 8192 20.2, on cuDNN 19.7 in more memory",
+        "565 on 8192 x 8192, 474 on 2048 x 2048, cuDNN's with its sums 551 and 377. A causal ring of 8 with 4096 "
+        "tokens each takes 5.3 ms (GQA 4: 4.9), on cuDNN 5.4 (5.3); with 8192 20.1, on cuDNN 19.7 in more memory",
     ),
     Row(
         "cudnn",
         lambda c: c.vendor and c.capability >= (9, 0) and cudnn_takes(c.capability, c.head_dim, c.value_dim),
-        "forward on 8192 x 8192, 8192 x 4096, 4096 x 2048: 679, 668, 622; ours 676, 640, 563; FlashAttention-2 takes "
+        "forward on 8192 x 8192, 8192 x 4096, 4096 x 2048: 674, 663, 624; ours 673, 639, 561; FlashAttention-2 takes "
         "1.9 times as long. Partials merge several at once. A new shape costs it 150 ms, so steady ones only",
     ),
     Row(
