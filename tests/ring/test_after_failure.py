@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from burst_attention import Ring, RingError, burst_attention, plan, run_ranks
+from burst_attention import Ring, RingError, burst_attention, ops, plan, run_ranks
 from burst_attention.engine import PhaseRun
 from burst_attention.launch import RankFailedError, run_processes
 
@@ -23,15 +23,16 @@ def attend(ring: Ring) -> None:
 @pytest.mark.parametrize("what", ["buffers", "rounds"])
 def test_a_rank_without_memory_is_told(what: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For its buffers, or for what its rounds will allocate, which is asked for before them."""
-    name = {"buffers": "_buffer", "rounds": "memory_of_rounds"}[what]
-    inner = getattr(PhaseRun, name)
+    place: Any = {"buffers": (PhaseRun, "_buffer"), "rounds": (ops, "ask_for_room")}[what]
+    inner = getattr(*place)
 
-    def failing(self: PhaseRun, *given: Any) -> Any:
-        if self.ring.rank == 1 and self.plan.phase == phase:
+    def failing(first: Any, *rest: Any) -> Any:
+        run: PhaseRun = first if what == "buffers" else rest[0][0]
+        if run.ring.rank == 1 and run.plan.phase == phase:
             raise MemoryError("no room")
-        return inner(self, *given)
+        return inner(first, *rest)
 
-    monkeypatch.setattr(PhaseRun, name, failing)
+    monkeypatch.setattr(*place, failing)
     started = time.monotonic()
     with pytest.raises(RankFailedError) as caught:
         run_processes(attend, 3, timeout=40, ring_timeout=30)
