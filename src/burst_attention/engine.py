@@ -113,6 +113,7 @@ def ask_for_room(plan: Plan, runs: Sequence[PhaseRun]) -> None:
         if kernel.parts_wait and phase == "backward":
             # Where groups of heads leave nothing to wait they have it one after the other.
             held += rounds
+        del rounds
 
 
 def stretches_of_rounds(rounds: int, per_host: int) -> list[range]:

@@ -172,7 +172,7 @@ def add_gradients(piece: Piece, x: BackwardInputs, gradients: Gradients, scale: 
     def new_sums() -> QuerySums:
         return QuerySums(piece, x.q[:, :, queries], x.lse[:, :, queries], x.delta[:, :, queries], per_key, scale)
 
-    # A triangle is at home and comes once. Rectangles come again with other keys, where queries stay at home.
+    # Triangles have sums of their own. Rectangles come again with other keys, where queries stay at home.
     dq = gradients.dq
     # Home's own rectangles are of half of the heads, those of visiting keys of all.
     key = queries.start, queries.stop, x.q.shape[1]
