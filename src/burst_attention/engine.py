@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +22,11 @@ from torch import Tensor
 from burst_attention.geometry import Piece, Rows, count_rows, row_offset
 from burst_attention.lanes import Lanes, capturing, hurried
 from burst_attention.merge import normalised
-from burst_attention.rank_setup import setup_of
+from burst_attention.rank_setup import Made, kept_with, setup_of
 from burst_attention.ring import Parcel, Pending, Ring, TraceEvent
 from burst_attention.schedule import Bundle, PhasePlan, Plan, Round, Transfer, growth_by_round, room_at_the_end
 from burst_attention.schedule.bundles import KEY_SIDE, Heads
-from burst_attention.schedule.plan import OPERAND, RESULT, sign_of
+from burst_attention.schedule.plan import OPERAND, RESULT
 from burst_attention.work import Work, state_of
 
 Portion = tuple[tuple[Piece, ...], int, int]
@@ -100,14 +100,12 @@ def ask_for_room(plan: Plan, runs: Sequence[PhaseRun]) -> None:
 
     Whoever does not have it says so here, where nobody waits yet; and what is held at most is the same after every hop.
     """
-    like, kernel, phase = runs[0].home["q"], runs[0].work.kernel, runs[0].plan.phase
+    first, like = runs[0], runs[0].home["q"]
     if not like.is_cuda or capturing():
         return
-    key = "end", runs[0].ring.rank, kernel, kernel.facts(like.device)
-    if key not in runs[0].plan.setups:
-        with_kernel = replace(plan, kernel=kernel)
-        runs[0].plan.setups[key] = room_at_the_end(with_kernel, runs[0].ring.rank, phase)
-    held = [like.new_empty(runs[0].plan.setups[key], dtype=torch.uint8)]
+    kernel, phase = first.work.kernel, first.plan.phase
+    at_the_end = first.kept("end", lambda: room_at_the_end(replace(plan, kernel=kernel), first.ring.rank, phase))
+    held = [like.new_empty(at_the_end, dtype=torch.uint8)]
     for run in runs:
         rounds = run.memory_of_rounds()
         if kernel.parts_wait and phase == "backward":
@@ -178,26 +176,29 @@ class PhaseRun:
         """Whether on a GPU what rounds give is laid aside. Groups of heads take turns already."""
         return self.home["q"].is_cuda and self.group is None and self.setup.in_parts and self.work.lays_aside
 
+    def kept(self, what: Hashable, make: Callable[[], Made]) -> Made:
+        """What is worked out once for a plan."""
+        return kept_with(
+            self.plan, what, self.ring.rank, self.work.kernel, self.work.scale, self.home["q"].device, make
+        )
+
     def memory_of_rounds(self) -> list[Tensor]:
         """What rounds will allocate, from lanes in the turns that rounds take."""
         held = []
-        for turn, nbytes in enumerate(self._growth_by_turn()):
+        lanes = bool(self.lanes.streams), self.room
+        for turn, nbytes in enumerate(self.kept(("rounds", lanes), self._growth_by_turn)):
             if nbytes:
                 with self.lanes.memory_of(turn):
                     held.append(self.home["q"].new_empty(nbytes, dtype=torch.uint8))
         return held
 
     def _growth_by_turn(self) -> list[int]:
-        """Bytes that the kernel's workspace grows by; worked out once for a plan."""
-        rank, kernel, plan = self.ring.rank, self.work.kernel, self.plan
-        lanes = bool(self.lanes.streams), self.room
-        key = "room", rank, kernel, sign_of(self.work.scale), kernel.facts(self.home["q"].device), lanes
-        found: list[int] | None = plan.setups.get(key)
-        if found is None:
-            found = plan.setups[key] = []
-            for step, nbytes in zip(self.rounds, growth_by_round(plan, rank, kernel), strict=True):
-                turns = self._turns_of(step)
-                found += [-(-nbytes // turns) + ROUNDING if nbytes else 0] * turns
+        """Bytes that the kernel's workspace grows by."""
+        found: list[int] = []
+        grown = growth_by_round(self.plan, self.ring.rank, self.work.kernel)
+        for step, nbytes in zip(self.rounds, grown, strict=True):
+            turns = self._turns_of(step)
+            found += [-(-nbytes // turns) + ROUNDING if nbytes else 0] * turns
         return found
 
     def _turns_of(self, step: Round) -> int:

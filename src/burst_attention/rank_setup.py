@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -11,6 +13,8 @@ from burst_attention.schedule import Bundle, PhasePlan, Round, Transfer
 from burst_attention.schedule.bundles import Heads
 from burst_attention.schedule.plan import RESULT, sign_of
 from burst_attention.tiles import TileKernel
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,29 @@ class RankSetup:
 
 
 def setup_of(plan: PhasePlan, rank: int, kernel: TileKernel, scale: float, device: torch.device) -> RankSetup:
-    """Worked out once for a plan, and kept with it: a call on a GPU should not take the host longer than the device."""
-    sign = sign_of(scale)
-    key = rank, kernel, sign, kernel.facts(device)
-    found: RankSetup | None = plan.setups.get(key)
-    if found is None:
-        found = plan.setups[key] = _make_setup(plan, rank, kernel, sign)
+    """Worked out once for a plan, and kept with it."""
+    return kept_with(
+        plan, "setup", rank, kernel, scale, device, lambda: _make_setup(plan, rank, kernel, sign_of(scale))
+    )
+
+
+def kept_with(
+    plan: PhasePlan,
+    what: Hashable,
+    rank: int,
+    kernel: TileKernel,
+    scale: float,
+    device: torch.device,
+    make: Callable[[], Made],
+) -> Made:
+    """What is made once for a plan and all that kernels choose by.
+
+    A call on a GPU should not take the host longer than the device.
+    """
+    key = what, rank, kernel, sign_of(scale), kernel.facts(device)
+    if key not in plan.setups:
+        plan.setups[key] = make()
+    found: Made = plan.setups[key]
     return found
 
 
